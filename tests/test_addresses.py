@@ -71,7 +71,6 @@ TESTED_BY = {
     "jobs/records.py": "eval/run/test_run_folder.py",
     "kernels/logits.py": "kernels/test_reference.py",
     "kernels/triton/softmax.py": "kernels/triton/test_ragged.py",
-    "kernels/triton/splits.py": "kernels/triton/test_ragged.py",
     "kernels/views.py": "kernels/test_ragged.py",
     "methods/fitted.py": "methods/test_zap.py",
     "methods/fitted_parts.py": "methods/test_curve.py",

@@ -7,7 +7,6 @@ Liu et al., arXiv 2402.02750.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar, Self
@@ -150,18 +149,14 @@ class _Packed:
         rows = self._decoded(*(part.flatten(0, 1) for part in of_segments))
         return rows.view(len(self.lengths), -1, rows.shape[1])[:, surplus:]
 
-    def last(self, counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Each segment's last `counts[i]` entries `[counts[i], D]`, dequantized together."""
-        at = [self._at(n - count) for n, count in zip(self.lengths, counts, strict=True)]
-        words = torch.cat([own[a:] for own, (a, _, _) in zip(self.words.segments, at, strict=True)])
-        scale, minimum = (
-            torch.cat([own[a:] for own, (_, a, _) in zip(part.segments, at, strict=True)])
-            for part in (self.scale, self.minimum)
-        )
-        surplus = [more for _, _, more in at]
-        sizes = [count + more for count, more in zip(counts, surplus, strict=True)]
-        found = self._decoded(words, scale, minimum).split(sizes)
-        return tuple(own[more:] for own, more in zip(found, surplus, strict=True))
+    def at(self, places: Tensor) -> Tensor:
+        """Dequantized entries `[n, D]` at `places [n]` among those of all segments."""
+        raise NotImplementedError
+
+    @cached_property
+    def last_places(self) -> dict[object, tuple[Tensor, Tensor, Tensor]]:
+        """The last result of `_last_places`, whose copies to the device serve many steps."""
+        return {}
 
     @property
     def lengths(self) -> list[int]:
@@ -233,6 +228,13 @@ class PackedKeys(_Packed):
         before, inside = divmod(entry, self.group)
         return before * self.group * self.bits // 32, before, inside
 
+    def at(self, places: Tensor) -> Tensor:
+        per_word = 32 // self.bits
+        shifts = places % per_word * self.bits
+        codes = (self.words.rows[places // per_word] >> shifts[:, None]) & (2**self.bits - 1)
+        groups = places // self.group
+        return dequantize(codes, self.scale.rows[groups], self.minimum.rows[groups])
+
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         codes = unpack(words, self.bits, 0)
         codes = codes.unflatten(0, (len(scale), self.group))
@@ -268,6 +270,10 @@ class PackedValues(_Packed):
 
     def _at(self, entry: int) -> tuple[int, int, int]:
         return entry, entry, 0
+
+    def at(self, places: Tensor) -> Tensor:
+        parts = (self.words, self.scale, self.minimum)
+        return self._decoded(*(part.rows[places] for part in parts))
 
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         codes = unpack(words, self.bits, 1)
@@ -319,7 +325,25 @@ def _newest(
     rows = tail.new_zeros(len(tail), width, tail.shape[2])
     shown = min(width, slots)
     rows[:, width - shown :] = tail[:, slots - shown :]
-    old = [width - slots + own - gap for gap, own in zip(gaps, part.gaps, strict=True)]
-    for row, decoded, gap in zip(rows, packed.last(old), gaps, strict=True):
-        row[gap : gap + len(decoded)] = decoded
+    old = tuple([width - slots + own - gap for gap, own in zip(gaps, part.gaps, strict=True)])
+    known = packed.last_places
+    if (old, gaps) not in known:
+        known.clear()
+        known[old, gaps] = _last_places(lengths, old, gaps, tail.device)
+    places, segment, slot = known[old, gaps]
+    rows[segment, slot] = packed.at(places)
     return rows
+
+
+def _last_places(
+    lengths: list[int], counts: tuple[int, ...], gaps: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the last `counts[i]` of each segment's `lengths[i]` entries are, and where they go.
+
+    Places `[n]` among the entries of all segments; segments and slots `[n]`, from `gaps[i]` on.
+    """
+    count, gap = torch.tensor(counts), torch.tensor(gaps)
+    segment = torch.arange(len(counts)).repeat_interleave(count)
+    nth = torch.arange(len(segment)) - (count.cumsum(0) - count)[segment]
+    places = (torch.tensor(lengths).cumsum(0) - count)[segment] + nth
+    return places.to(device), segment.to(device), (gap[segment] + nth).to(device)

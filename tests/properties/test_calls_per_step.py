@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig
 
 import kvfold
@@ -99,9 +100,41 @@ def test_a_decode_step_takes_few_calls(spec: str, record_property: Any) -> None:
     assert calls <= LIMITS[spec]
 
 
-@pytest.mark.parametrize("spec", ["kivi:group=8", "snapkv + kivi:group=8", "turboquant", "adakv"])
+QUANTIZED = ["kivi:group=8", "snapkv + kivi:group=8", "adakv + kivi:group=8", "adakv + turboquant"]
+
+
+@pytest.mark.parametrize("spec", [*QUANTIZED, "adakv"])
 def test_calls_do_not_grow_with_the_batch(spec: str) -> None:
     """Steps of a GPU take as long as Python takes to launch them."""
     for rows in (2, 16):
         calls_of_a_step(3, spec, rows)  # fills what functions remember
     assert calls_of_a_step(3, spec, 16) == calls_of_a_step(3, spec, 2)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def operations_of_a_step(spec: str, rows: int) -> int:
+    """Operations of one decode step after prompts of 300 tokens."""
+    model, ids = MODELS[3], torch.arange(5, 45).repeat(8)[None, :305].expand(rows, -1)
+    cache = compressed(model, spec)
+    model(ids[:, :300], past_key_values=cache)
+    for token in ids[:, 300:304].split(1, 1):
+        model(token, past_key_values=cache)
+    with Operations() as counting:
+        model(ids[:, 304:], past_key_values=cache)
+    return counting.count
+
+
+@pytest.mark.parametrize("spec", QUANTIZED)
+def test_operations_do_not_grow_with_the_batch(spec: str) -> None:
+    """Nor with the KV heads: none loops over segments."""
+    assert operations_of_a_step(spec, 16) == operations_of_a_step(spec, 2)
