@@ -52,6 +52,10 @@ READING = """\
   real_model/fitted/scorer.safetensors, one fit: [another fit](../fit.md) scores otherwise, and no
   interval covers that. **Baselines**: `cut` is a full cache on a shortened context, `random` evicts
   at random, `streaming_llm` keeps sinks and the newest tokens."""
+ON_GPU = (
+    " Of samples read on a GPU no operations are counted: their means are over the others; scores "
+    "[are the same](../performance.md#on-a-gpu)."
+)
 LINKS = """\
 - [index.html](index.html): all methods and budgets, to sort and filter. [report.md](report.md)
   has the tables, [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how
@@ -287,7 +291,7 @@ def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iter
 
 
 def _setup(results: Sequence[CellResult]) -> str:
-    """Model, texts, code and machine of the records, in one line."""
+    """Model, texts, code and machines of the records, in one line."""
     subject = results[0].cell.subject
     commits = dict.fromkeys(commit or "unknown" for one in results for commit in one.commits)
     machines = dict.fromkeys(
@@ -295,7 +299,9 @@ def _setup(results: Sequence[CellResult]) -> str:
         for one in results
         for setup in one.setups
     )
+    counted = ON_GPU if any(setup.gpu for one in results for setup in one.setups) else ""
     return (
         f"Records: {MODEL} in {subject.dtype}, attention `{subject.attention}`; text: "
         f"{', '.join(_data(results))}; commit {', '.join(commits)}; {'; '.join(machines)}."
+        f"{counted}"
     )

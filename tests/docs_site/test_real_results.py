@@ -266,6 +266,15 @@ def test_every_table_names_its_haystack(publishing: ModuleType) -> None:
         assert header.count("|") <= 11  # as wide as a laptop
 
 
+def test_samples_of_a_gpu_are_told_apart(publishing: ModuleType) -> None:
+    results = measured()
+    assert "operations are counted" not in publishing.real_page.page(results, [])
+    there = HERE.model_copy(update={"gpu": "NVIDIA H200"})
+    results[3] = results[3].model_copy(update={"setups": (HERE, there)})
+    page = publishing.real_page.page(results, [])
+    assert "NVIDIA H200" in page and "Of samples read on a GPU no operations are counted" in page
+
+
 def test_a_method_that_lacks_a_task_is_in_no_mean(publishing: ModuleType) -> None:
     late = made("tova", "0.2", (99.0, 1.0), (1.0, 0.0, 2.0), task=NOISE, haystack="book.txt")
     page = publishing.real_page.page([*measured(), late], [])
