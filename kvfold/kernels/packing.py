@@ -327,10 +327,13 @@ def _newest(
     rows[:, width - shown :] = tail[:, slots - shown :]
     old = tuple([width - slots + own - gap for gap, own in zip(gaps, part.gaps, strict=True)])
     known = packed.last_places
-    if (old, gaps) not in known:
+    found = known.get((old, gaps))
+    if found is None:
+        found = _last_places(lengths, old, gaps, tail.device)
+        # Forks in other threads share it, so it is not read again.
         known.clear()
-        known[old, gaps] = _last_places(lengths, old, gaps, tail.device)
-    places, segment, slot = known[old, gaps]
+        known[old, gaps] = found
+    places, segment, slot = found
     rows[segment, slot] = packed.at(places)
     return rows
 
