@@ -94,7 +94,7 @@ def load(
             model.load_adapter(how.adapter)
         if not shared and how.device_map is None:
             # Type checkers see transformers' wrapper of `to`, not its signature.
-            model.to(_device(how))  # type: ignore[arg-type]
+            model.to(device_or_usual(how.device))  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 
@@ -187,7 +187,8 @@ def _from_pretrained(
         ) from problem
 
 
-def _device(loading: Loading) -> str:
+def device_or_usual(device: str | None) -> str:
+    """The device; without one the first GPU, or the CPU where there is none."""
     import torch
 
-    return loading.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import text_config
-from kvfold.loading import Loading, load
+from kvfold.loading import Loading, device_or_usual, load
 
 _LONG = {"max_position_embeddings": 131072, "pad_token_id": 0, "bos_token_id": 1}
 _LLAMA_3 = {
@@ -123,7 +123,7 @@ class BenchModel:
         if dtype is not None and dtype not in DTYPES:
             raise KvfoldError(f"unknown dtype {dtype!r}: choose {', '.join(DTYPES)}")
         if name in SHAPES:
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            device = device_or_usual(device)
             usual = "float32" if device == "cpu" else "bfloat16"
             source = ModelSource(name=name, dtype=dtype or usual, seed=seed)
             model = random_model(source, device)

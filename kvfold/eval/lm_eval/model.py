@@ -25,6 +25,7 @@ from kvfold.eval.lm_eval.score import (
     stream,
 )
 from kvfold.generation.generate import generate
+from kvfold.loading import device_or_usual
 from kvfold.methods.base import Method, parse, spelled_out
 
 try:
@@ -82,8 +83,7 @@ class KvfoldLM(HFLM):
             # As kvfold.bundled_model() loads it.
             pretrained = str(bundled.FOLDER)
             options.setdefault("dtype", "float32")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        super().__init__(pretrained, device=device, **options)
+        super().__init__(pretrained, device=device_or_usual(device), **options)
         self._new_cache()
 
     def _new_cache(self) -> CompressedCache:
