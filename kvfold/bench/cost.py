@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -53,27 +53,39 @@ def measured(device: torch.device) -> Iterator[Cost]:
         cost.operations = None if counter is None else counter.get_total_flops()
 
 
-class StepCost:
-    """Stopping criterion that never stops, and measures the second forward; `cost` if it came."""
+class ForwardCost:
+    """Stopping criterion that never stops, and measures the forward of one generated token.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Token 0 is the prefill's, which begins where the `with` block does. `cost` is None until the
+    token has come.
+    """
+
+    def __init__(self, device: torch.device, token: int) -> None:
+        self.device, self.token = device, token
         self.cost: Cost | None = None
-        self._step = ExitStack()
+        self._seen = 0
+        self._forward = ExitStack()
         self._measured: Cost | None = None
+
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._forward.close()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """False `[B]`; called after each token."""
-        if self._measured is None:
-            self._measured = self._step.enter_context(measured(self.device))
-        elif self.cost is None:
-            self.close()
+        if self._seen == self.token:
+            self._forward.close()
             self.cost = self._measured
+        self._seen += 1
+        self._begin()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def close(self) -> None:
-        """Ends the measurement of a forward that never came."""
-        self._step.close()
+    def _begin(self) -> None:
+        if self._seen == self.token:
+            self._measured = self._forward.enter_context(measured(self.device))
 
 
 def _sdpa(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

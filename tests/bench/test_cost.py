@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvfold.bench.cost import Cost, StepCost, measured
+from kvfold.bench.cost import Cost, ForwardCost, measured
 
 CPU = torch.device("cpu")
 
@@ -42,17 +42,23 @@ def test_an_exception_is_passed_on_and_its_cost_is_known():
     assert cost.operations == 16
 
 
-def test_a_step_is_what_happens_between_the_first_two_calls():
-    step, ids, x = StepCost(CPU), torch.zeros(2, 3), torch.ones(2, 2)
-    x @ x
-    assert not step(ids, None).any()
-    x @ x
-    step(ids, None)
-    x @ x
-    step(ids, None)
-    step.close()
+def test_a_forward_is_what_happens_before_its_token():
+    ids, x = torch.zeros(2, 3), torch.ones(2, 2)
+    with ForwardCost(CPU, token=0) as prefill, ForwardCost(CPU, token=1) as step:
+        for products in (3, 1, 2):
+            for _ in range(products):
+                x @ x
+            assert not (prefill(ids, None) | step(ids, None)).any()
+    assert prefill.cost is not None and prefill.cost.operations == 3 * 16
     assert step.cost is not None and step.cost.operations == 16
-    alone = StepCost(CPU)
-    alone(ids, None)
-    alone.close()
-    assert alone.cost is None
+
+
+def test_a_forward_without_a_token_has_no_cost_and_is_counted_no_longer():
+    ids, x = torch.zeros(2, 3), torch.ones(2, 2)
+    with pytest.raises(ValueError, match="so"), ForwardCost(CPU, token=1) as step:
+        step(ids, None)
+        x @ x
+        raise ValueError("so")
+    with measured(CPU) as after:
+        x @ x
+    assert step.cost is None and after.operations == 16

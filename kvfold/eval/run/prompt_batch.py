@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.bench.cost import Cost, StepCost
+from kvfold.bench.cost import Cost, ForwardCost
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
+from kvfold.contexts.chat import discard
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.tasks import Question
 from kvfold.generation.generate import generate, read_on
@@ -75,7 +76,7 @@ class BatchAnswers:
     def __init__(self, model: PreTrainedModel, batch: PromptBatch, limits: Sequence[int]) -> None:
         self.length, self.ends = batch.ids.shape[1], end_tokens(model)
         self.streams = [
-            AnswerStream(each.tokenizer, self.length, each.sample.stop, _discard, Event())
+            AnswerStream(each.tokenizer, self.length, each.sample.stop, discard, Event())
             for each in batch.prompts
         ]
         self.limits = tuple(limits)
@@ -135,17 +136,16 @@ def replies(
     limits: Sequence[int],
 ) -> Answered:
     """Greedy answers to `asked`, at most `limits [B]` tokens; `begun` has their first, if known."""
-    answers, step, ids = BatchAnswers(model, asked, limits), StepCost(model.device), begun.ids
+    answers, ids, cost = BatchAnswers(model, asked, limits), begun.ids, None
     new = max(limits)
     given = ids.shape[1] - asked.ids.shape[1]
     if given:
         answers(ids, None)
     if new > given and not answers.ended:
-        try:
+        with ForwardCost(model.device, token=1) as step:
             ids = _generate(model, cache, begun, new - given, [answers, step], begins=not given)
-        finally:
-            step.close()
-    return Answered(answers.replies(ids), step.cost)
+        cost = step.cost
+    return Answered(answers.replies(ids), cost)
 
 
 def limits_of(questions: Sequence[Question]) -> list[int]:
@@ -185,7 +185,3 @@ def left_padded(pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor,
     padded = [F.pad(piece, (length - piece.shape[1], 0)) for piece in pieces]
     masks = [F.pad(torch.ones_like(piece), (length - piece.shape[1], 0)) for piece in pieces]
     return torch.cat(padded).to(device), torch.cat(masks).to(device)
-
-
-def _discard(piece: str) -> None:
-    """Sink for pieces of an answer that is not streamed."""

@@ -10,7 +10,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from kvfold.bench.clock import synchronize
-from kvfold.bench.cost import Cost, measured
+from kvfold.bench.cost import Cost, ForwardCost, measured
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import end_tokens
@@ -81,7 +81,8 @@ def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[Samp
         answers = [_likelihood(model, made.cache, first)]
     elif first.sample.conversation:
         context = Context(model, first.tokenizer, made.cache, first.frame, made.batch.ids)
-        answers = [_conversation(context.chat(), first, task, made.cell.protocol.history)]
+        said, step = _conversation(context.chat(), first, task, made.cell.protocol.history)
+        answers = [said]
     else:
         answers, step = _answers(model, made.cache, made.batch, task)
     synchronize(model.device)
@@ -115,19 +116,28 @@ def _answers(
     return found, step
 
 
-def _conversation(chat: Chat, prompt: SamplePrompt, task: Task, history: str) -> list[ScoredAnswer]:
-    """Answers to all questions of a conversation, each of which sees the turns before it."""
-    sample, options, answers = prompt.sample, prompt.options(end_tokens(chat.context.model)), []
-    for question in sample.questions:
-        reply = chat.reply(
-            question.text,
-            keep=history == "own",
-            answer_prefix=question.answer_prefix,
-            max_new_tokens=question.max_new_tokens,
-            stop=sample.stop,
-            special_tokens=True,
-            **options,
-        )
+def _conversation(
+    chat: Chat, prompt: SamplePrompt, task: Task, history: str
+) -> tuple[list[ScoredAnswer], Cost | None]:
+    """Answers to all questions of a conversation, each of which sees the turns before it.
+
+    With them the cost of the last decode step that was measured.
+    """
+    model, answers, cost = chat.context.model, list[ScoredAnswer](), None
+    options = prompt.options(end_tokens(model))
+    for question in prompt.sample.questions:
+        with ForwardCost(model.device, token=1) as step:
+            reply = chat.reply(
+                question.text,
+                keep=history == "own",
+                answer_prefix=question.answer_prefix,
+                max_new_tokens=question.max_new_tokens,
+                stop=prompt.sample.stop,
+                special_tokens=True,
+                stopping_criteria=[step],
+                **options,
+            )
+        cost = step.cost or cost
         if history == "gold":
             chat.add(
                 question.text,
@@ -136,4 +146,4 @@ def _conversation(chat: Chat, prompt: SamplePrompt, task: Task, history: str) ->
                 special_tokens=True,
             )
         answers.append(scored_answer(task, question, reply))
-    return answers
+    return answers, cost

@@ -7,14 +7,16 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from threading import Event
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kvfold.bench.clock import synchronize
+from kvfold.bench.cost import Cost, ForwardCost
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import AnswerStream, end_tokens
+from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, without_end
+from kvfold.contexts.chat import discard
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.outcome import (
@@ -26,7 +28,7 @@ from kvfold.eval.run.outcome import (
 )
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.prompt_batch import PromptBatch, first_token, limits_of, replies
-from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
+from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, reads_for_others
 from kvfold.eval.tasks import Question, Task
 from kvfold.generation.generate import generate
@@ -120,7 +122,7 @@ def run_by_itself(
     conversation, as that cache holds the model's own answers; for tasks scored by likelihood; and
     without a question.
     """
-    sample, ends, answers = prompt.sample, end_tokens(model), list[ScoredAnswer]()
+    sample, answers = prompt.sample, list[ScoredAnswer]()
     if sample.conversation and cell.protocol.history == "gold":
         raise KvfoldError(
             'a conversation in one cache goes on with the model\'s own answers: history "gold" '
@@ -131,7 +133,8 @@ def run_by_itself(
             "a continuation cannot be scored in a question-aware run: it would be compressed with "
             "its context"
         )
-    ids, cache, prefill, total = prompt.ids, None, 0.0, 0.0
+    ids, cache, prefills, step = prompt.ids, None, list[Cost](), None
+    began = time.perf_counter()
     for turn, question in enumerate(sample.questions):
         first = turn == 0 or not sample.conversation
         if cache is None or first:
@@ -144,51 +147,51 @@ def run_by_itself(
                 seed=cell.seed + sample.index,
             )
         ids = torch.cat([ids, prompt.question_ids(question, first)], 1)
-        text = _TimedStop(prompt.tokenizer, ids.shape[1], sample.stop)
-        began = time.perf_counter()
-        out = generate(
-            model,
-            ids.to(model.device),
-            cache=cache,
-            attention_mask=torch.ones_like(ids).to(model.device),
-            do_sample=False,
-            max_new_tokens=question.max_new_tokens,
-            stopping_criteria=[text],
-            **prompt.options(ends),
-        )
-        total += time.perf_counter() - began
-        prefill += text.first - began
-        generated = out[0, ids.shape[1] :].tolist()
-        text.finish(generated)
-        answers.append(scored_answer(task, question, text.reply(generated, ends)))
-        said = generated[:-1] if generated and generated[-1] in ends else generated
-        ids = torch.cat([ids, torch.tensor([said], dtype=ids.dtype)], 1)
+        said = _answer(model, cache, prompt, ids, question.max_new_tokens)
+        answers.append(scored_answer(task, question, said.reply))
+        prefills.append(said.prefill)
+        step = said.step or step
+        ids = torch.cat([ids, torch.tensor([without_end(model, said.tokens)], dtype=ids.dtype)], 1)
     if cache is None:
         raise KvfoldError("there is no question")
-    return SampleOutcome(
-        answers=tuple(answers),
-        tokens=prompt.tokens,
-        left_out=prompt.left_out,
-        held=_of_one_row(cache),
-        prefill_seconds=prefill,
-        answer_seconds=total - prefill,
+    prefill, total = sum(prefills, start=Cost(0.0, 0)), time.perf_counter() - began
+    (outcome,) = batch_outcomes(
+        [prompt], [answers], cache_usage(cache), prefill, total - prefill.seconds, step
     )
+    return outcome
 
 
-def _of_one_row(cache: CompressedCache) -> CacheUsage:
-    (usage,) = cache_usage(cache)
-    return usage
+class _Answer(NamedTuple):
+    """A reply, its tokens, and what its prefill and a decode step cost, if there was one."""
+
+    reply: Reply
+    tokens: list[int]
+    prefill: Cost
+    step: Cost | None
 
 
-class _TimedStop(AnswerStream):
-    """A stopping criterion that records the time of the first generated token."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: int, stop: Sequence[str]
-    ) -> None:
-        super().__init__(tokenizer, prompt, stop, lambda piece: None, Event())
-        self.first = 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.first = self.first or time.perf_counter()
-        return super().__call__(input_ids, scores, **kwargs)
+def _answer(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    prompt: SamplePrompt,
+    ids: torch.Tensor,
+    limit: int,
+) -> _Answer:
+    """A greedy answer to `ids [1, N]`, some of which the cache may hold."""
+    ends, length = end_tokens(model), ids.shape[1]
+    text = AnswerStream(prompt.tokenizer, length, prompt.sample.stop, discard, Event())
+    device = model.device
+    with ForwardCost(device, token=0) as prefill, ForwardCost(device, token=1) as step:
+        out = generate(
+            model,
+            ids.to(device),
+            cache=cache,
+            attention_mask=torch.ones_like(ids).to(device),
+            do_sample=False,
+            max_new_tokens=limit,
+            stopping_criteria=[text, prefill, step],
+            **prompt.options(ends),
+        )
+    tokens = out[0, length:].tolist()
+    text.finish(tokens)
+    return _Answer(text.reply(tokens, ends), tokens, prefill.cost or Cost(), step.cost)

@@ -49,3 +49,13 @@ def test_a_second_turn_sees_the_first_answer(setting, history):
     assert setting.outcome(sample, history=other).answers[1] != answers[1]
     alone = setting.outcome(replace(sample, conversation=False)).answers
     assert alone[0] == answers[0] and alone[1] != answers[1]
+
+
+def test_a_step_of_a_conversation_takes_the_operations_of_one_without_turns(setting):
+    sample = record("conversation_kv", 2, conversation=True)
+    first = replace(sample, questions=sample.questions[:1])
+    alone = setting.outcome(replace(first, conversation=False)).step_operations
+    assert setting.outcome(first).step_operations == alone > 0
+    for history in ("own", "gold"):
+        # The last turn is measured, which has read more.
+        assert setting.outcome(sample, history=history).step_operations > alone

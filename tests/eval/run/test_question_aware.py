@@ -11,6 +11,7 @@ import torch
 
 import kvfold
 from kvfold.eval.run import shared_reading
+from kvfold.eval.run.question_aware import run_by_itself
 from kvfold.eval.tasks import Question, tasks
 from kvfold.generation.generate import read_turn
 from tests.helpers.evaluation import (
@@ -113,3 +114,27 @@ def test_operations_are_those_of_all_questions_as_seconds_are(setting):
         for asked in (sample.questions, sample.questions[:1], sample.questions[1:])
     )
     assert both == sum(alone) > 0
+
+
+@pytest.mark.parametrize("spec", ["full", "knorm", "snapkv:window=8"])
+def test_operations_of_a_sample_by_itself_are_those_of_a_shared_reading(setting, spec):
+    sample = record(questions=2)
+    budget = None if spec == "full" else "0.5"
+    cell = setting.cell("kv_retrieval", spec, budget, question_aware=True)
+    shared, task = setting.outcome_in(sample, cell), tasks()["kv_retrieval"]
+    alone = run_by_itself(setting.model, setting.prompt(sample), cell, task)
+    assert alone.prefill_operations == shared.prefill_operations
+    # The step after a shared reading attends to one more token.
+    config = setting.model.config
+    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    assert shared.step_operations - alone.step_operations == 4 * width
+    assert alone.answers == shared.answers
+
+
+def test_operations_are_known_of_methods_that_read_by_themselves(setting):
+    full, pruned = (
+        setting.outcome(record(), spec, question_aware=True)
+        for spec in ("full", "pyramidinfer:least=0.2,least_context=8")
+    )
+    assert pruned.prefill_operations > 0
+    assert 0 < pruned.step_operations < full.step_operations
