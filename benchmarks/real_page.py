@@ -47,7 +47,8 @@ READING = """\
   entries; each cache has room for a few more, so `full` is above 100 %. Until it has compressed,
   a cache holds everything.
 - **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
-  over the full cache's. [Performance](../performance.md) has seconds and peaks of memory.
+  over the full cache's, whose prefill counts the products that causality masks; `h2o`, `d2o`,
+  `cam` and `roco` skip most of them. [Performance](../performance.md) has seconds and memory peaks.
 - **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** reads
   real_model/fitted/scorer.safetensors, one fit: [another fit](../fit.md) scores otherwise, and no
   interval covers that. **Baselines**: `cut` is a full cache on a shortened context, `random` evicts

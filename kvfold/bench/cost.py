@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from kvfold.bench.clock import synchronize
+from kvfold.kernels.native import operations
 
 SDPA_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -23,7 +24,8 @@ class Cost:
     """Wall-clock seconds, and multiplications and additions of matrix products.
 
     `operations` are counted as torch's FlopCounterMode does: two per multiply-add, masked products
-    included. They are None on a GPU, whose kernels do not show theirs.
+    of fused attention included; those of kvfold's C++ are added. They are None on a GPU, whose
+    kernels do not show theirs.
     """
 
     seconds: float = 0.0
@@ -40,7 +42,7 @@ def measured(device: torch.device) -> Iterator[Cost]:
     """The cost of the block, known when it ends, after an exception too."""
     cost, counter = Cost(), None
     synchronize(device)
-    began = time.perf_counter()
+    before, began = operations.so_far(), time.perf_counter()
     try:
         if device.type != "cpu":
             yield cost
@@ -50,7 +52,8 @@ def measured(device: torch.device) -> Iterator[Cost]:
     finally:
         synchronize(device)
         cost.seconds = time.perf_counter() - began
-        cost.operations = None if counter is None else counter.get_total_flops()
+        if counter is not None:
+            cost.operations = counter.get_total_flops() + operations.so_far() - before
 
 
 class ForwardCost:

@@ -7,6 +7,7 @@ Reference: plain attention over `PackedKeys.rows` and `PackedValues.rows`, or ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.codebook import centroids
+from kvfold.kernels.native import operations
 from kvfold.kernels.native.library import call
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
@@ -42,6 +44,7 @@ def attend_to_packed(
     any gives 0 and −inf. The output has the query's dtype. Needs `reads_packed(keys, values)`.
     """
     of_keys, of_values = keys.lengths, values.lengths
+    lengths = tuple(map(min, of_keys, of_values))
     value_size = values.scale.rows.shape[1] * values.group
     out, totals = _room(query, value_size)
     call(
@@ -51,7 +54,7 @@ def attend_to_packed(
         *values.tensors(),
         _starts(tuple(of_keys)),
         _starts(tuple(of_values)),
-        _lengths(tuple(map(min, of_keys, of_values))),
+        _lengths(lengths),
         out,
         totals,
         NUMBERS[keys.scale.rows.dtype],
@@ -60,6 +63,7 @@ def attend_to_packed(
         *(keys.bits, values.bits, keys.group, values.group),
         *_options(scale, softcap),
     )
+    _note(query, value_size, lengths)
     return out.to(query.dtype), totals
 
 
@@ -71,8 +75,8 @@ def attend_to_per_token(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend_to_packed`, to the quantized entries of R segments; no key is rotated back."""
-    out, totals = _room(query, values.size)
     lengths = tuple(keys.codes.lengths)
+    out, totals = _room(query, values.size)
     call(
         "attend_to_per_token",
         keys.asked(query).float().contiguous(),  # under autocast it is shorter
@@ -84,6 +88,7 @@ def attend_to_per_token(
         *(keys.bits, values.bits),
         *_options(scale, softcap),
     )
+    _note(query, values.size, lengths)
     return out.to(query.dtype), totals
 
 
@@ -95,6 +100,12 @@ def _room(query: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
 
 def _options(scale: float, softcap: float | None) -> tuple[float, float, int, int]:
     return float(scale), float(softcap or 0.0), PART, torch.get_num_threads()
+
+
+def _note(query: Tensor, value_size: int, lengths: Sequence[int]) -> None:
+    """Notes the products with keys and with values of `query [R, G, D]`."""
+    _, group, size = query.shape
+    operations.note(group * (size + value_size) * sum(lengths))
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.kernels.native import operations
 from kvfold.kernels.native.library import call, library
 
 MIDDLE, PEAK = 128, 127
@@ -67,4 +68,5 @@ class ByteMatrix:
             *(wide.T.contiguous(), self.panels, factor * self.scales, offsets, out),
             *(n, rows, fours, MIDDLE, torch.get_num_threads()),
         )
+        operations.note(n * rows * len(columns))
         return out
