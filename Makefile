@@ -38,7 +38,7 @@ demo: .venv/ready $(if $(REAL),real)
 real: .venv/ready
 	$(BIN)/python -m real_model.make $(if $(REAL),"$$REAL")
 
-# Anew what `make real` copies, in 10 to 30 minutes: copied or earlier files are replaced.
+# Anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier files are replaced.
 fits: real
 	$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors
 	$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors

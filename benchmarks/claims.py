@@ -48,11 +48,11 @@ A claim has one or more tests, each with a rule for the 95 % interval of a mean.
 - *not reproduced* if the whole interval lies elsewhere;
 - *undecided* if it lies on both sides, which is no sign of equality.
 
-A claim with tests of several verdicts is *in part* reproduced if some of them are, else not
-reproduced; that something is the best is not reproduced if one test is not. Rules were set before
-the runs, those on layers after a look at one passage. **†**: test or rule are newer than the run,
-made when the claims were compared with the papers once more. **‡**: the place in the paper could
-not be looked up.
+A claim whose tests have several verdicts is *in part* reproduced if at least one of them is, else
+not reproduced. That something is the best is not reproduced as soon as one test is not. Rules were
+set before the runs, those on layers after a look at one passage. **†** marks the exceptions: test
+or rule are newer than the run, made when the claims were compared with the papers once more.
+**‡**: the place in the paper could not be looked up.
 
 Differences are paired by sample, as in [evaluation](evaluation.md), and rounded once. Points are
 means over RULER's two needles at 1024 tokens, in noise and in a novel, 40 samples of each, if no

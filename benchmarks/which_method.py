@@ -61,8 +61,9 @@ means the one with fewer operations of the prefill comes first, then the one wit
 FREE = "These have no budget: what they keep or encode follows from their options and the text."
 LONG = """\
 Mean KL to the full cache's predictions while an answer of 1024 tokens is read, after the first
-eviction. All evict in rounds and hold the budget's entries beside the prompt. **bytes**: of the
-method on the leaderboard, at a budget of 0.2, over the full cache's; some hold more than entries.
+eviction. All run with `+ every:interval=128,prompt=kept`: they evict in rounds and hold the
+budget's entries beside the prompt. **bytes**: of the method on the leaderboard, at a budget of 0.2,
+over the full cache's; some hold more than entries.
 [Answering long](answering-long.md) says which methods hold their size, and how."""
 EXTRA = f"""\
 Methods whose prefill and compression take at most {ONE_PREFILL} × the full cache's operations.
@@ -119,9 +120,9 @@ def _in_short(of: Published) -> str:
         else ""
     )
     return (
-        "In short: `kvzip`; from a budget of 0.2 on `zap`, which needs no second forward but a "
+        "In short: `kvzip`; at budgets of 0.2 and more `zap`, which needs no second forward but a "
         f"`kvfold fit`{fails}; all entries in fewer bits: `turboquant`; long answers: "
-        f"`{long_page.ranked(of.answers)[0]} + every`."
+        f"`{long_page.ranked(of.answers)[0]} + every:prompt=kept`."
     )
 
 
@@ -279,8 +280,9 @@ def _small(passages: Sequence[Row]) -> Iterator[str]:
     if len(lines) > 2:
         texts = len({row.passage for row in every})
         yield (
-            f"On the {texts} passages of all methods, these have a lower KL in at most {LIGHT} × "
-            "the bytes of the first one above, the last row of a budget:"
+            f"All methods were run on {texts} of the passages. The last row of each budget is the "
+            "method with the lowest KL above; the rows before it have a lower KL in at most "
+            f"{LIGHT} × its bytes:"
         )
         yield needle_rows.markdown(lines)
 
