@@ -44,7 +44,8 @@ def main() -> None:
 
         def timed(way: str, index: list[int], own: tuple[EvalCell, ...]) -> None:
             began = time.perf_counter()
-            run_job(model, tokenizer, EvalJob({i: samples[i] for i in index}, own))
+            job = EvalJob({i: samples[i] for i in index}, own)
+            assert all(line.error is None for of in run_job(model, tokenizer, job) for line in of)
             ways[way] += time.perf_counter() - began  # noqa: B023
 
         for index in samples:

@@ -175,7 +175,8 @@ class CompressedLayer(CacheLayerMixin):
             predicted = predicted_slot(state, call)
             out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
         elif repeating is not None and repeating.scored is not None:
-            out, call = self._attend_and_maximize(call, repeating, repeating.scored, mask)
+            scored = repeating.scored.to(call.query.device)
+            out, call = self._attend_and_maximize(call, repeating, scored, mask)
         elif state.plan.stages.needs.column_sums and not phase.frozen:
             squares = state.plan.stages.needs.column_squares
             counted = self._counted(call)

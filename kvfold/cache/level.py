@@ -17,8 +17,10 @@ from kvfold.methods.stages.select.top import kept_mask
 def alike(own: Sequence[Chosen], positions: Tensor, rule: Rule) -> Tensor:
     """Slots `[B, H, K]` of the one set, −1 for holes, from each layer's own choice.
 
-    `positions [B, H, T]` are the same in all layers and heads, −1 for padding.
+    `positions [B, H, T]` are the same in all layers and heads, −1 for padding. Slots are on their
+    device.
     """
+    own = [each.to(positions.device) for each in own]
     kept = torch.stack([kept_mask(each.slots, positions.shape[-1]) for each in own])
     rows = []
     for row, places in enumerate(positions[:, 0]):

@@ -150,9 +150,10 @@ def _evict_level(layers: list[EvictionDue[LayerState]]) -> None:
     whole = slots.shape == positions.shape and bool((slots >= 0).all())
     for due, each in zip(layers, own, strict=True):
         if whole:
-            _keep_everything(due.layer, due.observation, positions, due.counts)
+            _keep_everything(due.layer, due.observation, due.layer.positions(), due.counts)
         else:
-            _keep_chosen(due, dataclasses.replace(each, slots=slots), ragged=False)
+            chosen = dataclasses.replace(each, slots=slots.to(each.slots.device))
+            _keep_chosen(due, chosen, ragged=False)
 
 
 def _as_scored(observation: Observation, scores: Tensor) -> Tensor:

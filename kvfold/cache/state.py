@@ -161,8 +161,8 @@ class LayerState:
 
     def protected(self) -> Tensor:
         """First tokens of each row that are kept beside the budget `[B]`."""
-        prefix = self.phase.prefix
-        return torch.zeros_like(self.seen_per_row()) if prefix is None else prefix
+        seen, prefix = self.seen_per_row(), self.phase.prefix
+        return torch.zeros_like(seen) if prefix is None else prefix.to(seen.device)
 
     def later(self) -> int:
         """Most entries of a head that were appended after the last eviction."""

@@ -35,7 +35,7 @@ from kvfold.terminal import errors
 
 LESS_MEMORY = (
     "give less text, or where the command has them --prefill-chunk 2048, --dtype bfloat16, "
-    "--device-map auto or --device cpu"
+    "--device-map auto over several GPUs, or --device cpu"
 )
 
 

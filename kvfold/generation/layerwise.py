@@ -37,10 +37,10 @@ def prefill_layerwise(
             hidden = layers.run(index, hidden, columns >= 0, at, cache)
             observation = cache.phase.observed
             assert observation is not None
-            layer.adopt(columns, mask.bool())
+            layer.adopt(columns.to(layer.device), mask.bool().to(layer.device))
             slots = token_pruning(replace(observation, tokens_seen=mask.sum(-1)))
             wide = slots.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
             hidden = hidden.gather(1, wide)
-            columns = pick(columns, slots, -1)
+            columns = pick(columns, slots.to(columns.device), -1)
     finally:
         cache.phase.layerwise, cache.phase.observed = False, None

@@ -78,6 +78,8 @@ class DecoderLayers:
             for index in range(last):
                 positions = torch.arange(ids.shape[1], device=ids.device)[None]
                 hidden = self.run(index, hidden, torch.ones_like(ids).bool(), positions, None)
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError) as problem:
             raise UnsupportedModel(self._reason()) from problem
         if not torch.allclose(hidden, expected[last], atol=1e-4):

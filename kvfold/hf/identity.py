@@ -80,6 +80,23 @@ def _vocabulary(tokenizer: Any) -> str:
     return digest(json.dumps(sorted(tokenizer.get_vocab().items())))
 
 
+def check_identifiable(model: PreTrainedModel) -> None:
+    """Raises KvfoldError for a model with weights that accelerate has moved to the CPU or to disk.
+
+    A file of its contexts could not name it.
+    """
+    _check_here(model.named_parameters())
+
+
+def _check_here(weights: Iterable[tuple[str, Tensor]]) -> None:
+    for name, weight in weights:
+        if weight.is_meta:
+            raise KvfoldError(
+                f"the weights of this model are offloaded ({name}), so kvfold cannot tell it from "
+                "another one: load it onto GPUs that hold all of it, or --device cpu"
+            )
+
+
 def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Checksum over names, shapes and a sample of elements of all weights, in their order.
 
@@ -87,11 +104,7 @@ def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     """
     made = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
-        if weight.is_meta:
-            raise KvfoldError(
-                f"the weights of this model are offloaded ({name}), so kvfold cannot tell it from "
-                "another one: load it onto GPUs that hold all of it, or --device cpu"
-            )
+        _check_here([(name, weight)])
         whole = full_weight(samplable(weight))
         flat = whole.flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()

@@ -122,7 +122,8 @@ class Rotation(LayerOfModel):
         takes_kind = "layer_type" in inspect.signature(embedding.forward).parameters
         kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
         wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        cos, sin = embedding(wide, at, **kind)
+        # Over several GPUs the embedding is on one of them.
+        cos, sin = (each.to(keys.device) for each in embedding(wide, at, **kind))
         # YaRN's attention factor is already inside the stored key.
         prefix = f"{kind['layer_type']}_" if kind else ""
         factor = getattr(embedding, f"{prefix}attention_scaling", 1.0)

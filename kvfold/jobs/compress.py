@@ -6,7 +6,7 @@ Also of texts that files hold, levelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
 from kvfold.hf.fitted_numbers import digest_of_file
+from kvfold.hf.identity import check_identifiable
 from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, spelled_out
@@ -195,11 +196,17 @@ class CompressResult:
 
 def worker_spec(name: str, loading: Loading | None = None) -> WorkerSpec[Job, CompressResult]:
     """Spec of workers that compress documents with the model `name`."""
-    return WorkerSpec(name, compress_document, _given_up, loading=loading or Loading())
+    return WorkerSpec(name, _results, _given_up, loading=loading or Loading())
 
 
 def _given_up(job: Job, why: str) -> CompressResult:
     return CompressResult(job.path, None, why)
+
+
+def _results(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job
+) -> Iterator[CompressResult]:
+    yield compress_document(model, tokenizer, job)
 
 
 def compress_document(
@@ -207,6 +214,7 @@ def compress_document(
 ) -> CompressResult:
     """Compresses a document and writes its file; a failure is returned in `why`, not raised."""
     try:
+        check_identifiable(model)
         made = job.made(model, tokenizer)
         made.save(job.path, codec=job.codec)
     # Whatever is wrong with one document, the others may be sound, or shorter.

@@ -24,7 +24,7 @@ J = TypeVar("J")
 R = TypeVar("R")
 W = TypeVar("W")
 
-# Maps jobs to their results, yielded as they are done, in any order.
+# Maps jobs to their results, yielded as they come, in any order.
 RunJobs = Callable[[Iterable[J]], Iterator[R]]
 
 
@@ -33,21 +33,28 @@ def _none(job: Any) -> tuple[()]:
     return ()
 
 
+def _one_result(job: J, results: Sequence[Any]) -> Sequence[J]:
+    """The job, unless its only result has come."""
+    return () if results else (job,)
+
+
 @dataclass(frozen=True)
 class WorkerSpec(Generic[J, R]):
     """Function that workers apply to every job, and the model `name` that each of them loads.
 
-    `run(model, tokenizer, job)` returns the job's result; it is pickled by reference, so it must be
-    a module-level function. A job that has killed `TRIES` workers is replaced by its `parts(job)`,
+    `run(model, tokenizer, job)` yields the job's results as they come; it is pickled by reference,
+    so it must be a module-level function. `left(job, results)` are the jobs that remain of one that
+    ended after these results. What has killed `TRIES` workers is replaced by its `parts(job)`,
     which are smaller jobs. `given_up(job, reason)` returns the result of a job that raised, and of
     one that has killed so many workers and has no parts. `loading` holds the options the model is
     loaded with, `imports` the modules that register methods; every worker imports them.
     """
 
     name: str
-    run: Callable[[PreTrainedModel, PreTrainedTokenizerBase, J], R]
+    run: Callable[[PreTrainedModel, PreTrainedTokenizerBase, J], Iterable[R]]
     given_up: Callable[[J, str], R]
     parts: Callable[[J], Sequence[J]] = _none
+    left: Callable[[J, Sequence[R]], Sequence[J]] = _one_result
     loading: Loading = field(default_factory=Loading)
     imports: tuple[str, ...] = field(default_factory=imported_methods)
 
@@ -56,23 +63,28 @@ def here(
     spec: WorkerSpec[J, R], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> RunJobs[J, R]:
     """Sequential execution in this process, with a model that is loaded already."""
-    return lambda jobs: (spec.run(model, tokenizer, job) for job in jobs)
+    return lambda jobs: (result for job in jobs for result in spec.run(model, tokenizer, job))
 
 
 class WorkerDied(Exception):
-    """A worker ended before it returned the result of its job."""
+    """A worker ended before it had sent all results of its job."""
+
+
+@dataclass(frozen=True)
+class JobDone:
+    """What a worker sends after the last result of its job."""
 
 
 @dataclass(frozen=True)
 class JobFailed:
-    """What a worker sends in place of a result: its job raised, as `why` tells."""
+    """What a worker sends after the results of a job that raised, as `why` tells."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class ModelFailed:
-    """What a worker sends in place of a result: it has no model, as `why` tells."""
+    """What a worker sends in place of results: it has no model, as `why` tells."""
 
     why: str
 
@@ -95,60 +107,88 @@ class Executor(Protocol, Generic[W]):
         """Sends a job to an idle worker."""
 
     def wait(self, busy: Sequence[W]) -> list[W]:
-        """Blocks until at least one busy worker is done or dead; returns all of these."""
+        """Blocks until at least one busy worker has sent something or is dead; returns these."""
 
     def result(self, worker: W) -> Any:
-        """The result of the worker's job, JobFailed or ModelFailed; raises WorkerDied."""
+        """The next result of the worker's job, JobDone, JobFailed or ModelFailed.
+
+        Raises WorkerDied.
+        """
 
     def shutdown(self, idle: Sequence[W], busy: Sequence[W]) -> None:
         """Ends all workers; jobs still running are lost."""
 
 
-def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
-    """Concurrent execution; the job of a worker that dies is retried, `TRIES` attempts in all.
+@dataclass
+class _Attempt(Generic[J, R]):
+    """A job at a worker, for the `tried`th time, and the results that have come."""
 
-    Then its parts are tried, if it has any. A job that raises is given up at once, as it would
-    raise again. Raises KvfoldError if a worker cannot load the model.
+    job: J
+    tried: int = 1
+    results: list[R] = field(default_factory=list)
+
+
+def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
+    """Concurrent execution; what is left of the job of a worker that dies is tried again.
+
+    After `TRIES` attempts its parts are tried, if it has any. A job that raises is given up at
+    once, as it would raise again. Raises KvfoldError if a worker cannot load the model.
     """
 
     def run(jobs: Iterable[J]) -> Iterator[R]:
-        waiting = ((job, 1) for job in jobs)
-        lost: list[tuple[J, int]] = []
+        waiting = (_Attempt[J, R](job) for job in jobs)
+        lost: list[_Attempt[J, R]] = []
         idle: list[W] = []
-        busy: dict[W, tuple[J, int]] = {}
+        busy: dict[W, _Attempt[J, R]] = {}
         try:
             while True:
                 while len(busy) < executor.count and (
                     attempt := lost.pop() if lost else next(waiting, None)
                 ):
                     worker = idle.pop() if idle else executor.start_worker()
-                    executor.submit(worker, attempt[0])
+                    executor.submit(worker, attempt.job)
                     busy[worker] = attempt
                 if not busy:
                     return
                 for worker in executor.wait(list(busy)):
-                    job, tried = busy.pop(worker)
+                    attempt = busy[worker]
                     try:
                         result = executor.result(worker)
                     except WorkerDied:
-                        if tried < TRIES:
-                            lost.append((job, tried + 1))
-                            continue
-                        if parts := spec.parts(job):
-                            lost += [(part, 1) for part in parts]
-                            continue
-                        result = spec.given_up(job, GIVEN_UP)
-                    else:
-                        idle.append(worker)
+                        again, failed = _after_death(spec, busy.pop(worker))
+                        lost += again
+                        yield from failed
+                        continue
                     if isinstance(result, ModelFailed):
                         raise KvfoldError(f"no model in a worker: {result.why}")
-                    if isinstance(result, JobFailed):
-                        result = spec.given_up(job, result.why)
+                    if isinstance(result, JobDone | JobFailed):
+                        del busy[worker]
+                        idle.append(worker)
+                        if isinstance(result, JobFailed):
+                            for job in spec.left(attempt.job, attempt.results):
+                                yield spec.given_up(job, result.why)
+                        continue
+                    attempt.results.append(result)
                     yield result
         finally:
             executor.shutdown(idle, list(busy))
 
     return run
+
+
+def _after_death(
+    spec: WorkerSpec[J, R], of: _Attempt[J, R]
+) -> tuple[list[_Attempt[J, R]], list[R]]:
+    """What to try after a worker died, and the results of what is given up."""
+    again, failed = list[_Attempt[J, R]](), list[R]()
+    for job in spec.left(of.job, of.results):
+        if of.tried < TRIES:
+            again.append(_Attempt(job, of.tried + 1))
+        elif parts := spec.parts(job):
+            again += map(_Attempt, parts)
+        else:
+            failed.append(spec.given_up(job, GIVEN_UP))
+    return again, failed
 
 
 class ModelWorker:
@@ -166,14 +206,17 @@ class ModelWorker:
         except Exception as problem:
             self.loaded = ModelFailed(told(problem))
 
-    def run(self, job: Any) -> Any:
-        """The job's result, JobFailed or ModelFailed."""
+    def run(self, job: Any) -> Iterator[Any]:
+        """The job's results and then JobDone or JobFailed, or else ModelFailed."""
         if isinstance(self.loaded, ModelFailed):
-            return self.loaded
+            yield self.loaded
+            return
         try:
-            return self.spec.run(*self.loaded, job)
+            yield from self.spec.run(*self.loaded, job)
         except Exception as problem:
-            return JobFailed(told(problem))
+            yield JobFailed(told(problem))
+        else:
+            yield JobDone()
 
 
 def load_in_worker(

@@ -98,9 +98,10 @@ def _serve(connection: Connection, spec: WorkerSpec[Any, Any], count: int) -> No
     worker = ModelWorker(spec, count)
     while True:
         try:
-            connection.send(worker.run(connection.recv()))
+            for result in worker.run(connection.recv()):
+                connection.send(result)
         except (EOFError, ConnectionError):
             return
-        # A job or a result that cannot be pickled: nothing was sent yet.
+        # A job or a result that cannot be pickled: nothing of it was sent.
         except Exception as problem:
             connection.send(JobFailed(told(problem)))

@@ -66,7 +66,7 @@ class RayExecutor:
         return _ActorWorker(actor.remote(self.spec, self.count))
 
     def submit(self, worker: _ActorWorker, job: Any) -> None:
-        worker.pending = worker.handle.run.remote(job)
+        worker.pending = worker.handle.run.options(num_returns="streaming").remote(job)
 
     def wait(self, busy: Sequence[_ActorWorker]) -> list[_ActorWorker]:
         done, _ = self.ray.wait([worker.pending for worker in busy])
@@ -74,7 +74,7 @@ class RayExecutor:
 
     def result(self, worker: _ActorWorker) -> Any:
         try:
-            return self.ray.get(worker.pending)
+            return self.ray.get(next(worker.pending))
         except self.ray.exceptions.RayActorError as gone:
             # The actor could not be made, as on a machine without kvfold: its last line says why.
             if gone.actor_init_failed:

@@ -26,6 +26,7 @@ from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
+from kvfold.hf.identity import check_identifiable
 from kvfold.hf.models import has_position_table, text_config, trained_length
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
@@ -49,7 +50,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """One model with its contexts; `name` is the model name that clients send.
 
-    Raises KvfoldError if the model cannot use the default method or budget.
+    Raises KvfoldError if the model cannot use the default method or budget, and for offloaded
+    weights.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
             min(limits, default=None),
             self.check_wanted,
         )
+        check_identifiable(model)
         method = parse(settings.method)
         self.allowed_methods = (
             None

@@ -150,7 +150,8 @@ class Pool(Generic[Value]):
                 self.add(self.load(file), name, self._keys_in(file), file)
             # Any file may lie in the folder: the server starts without it.
             except Exception as problem:
-                yield problem
+                # Its traceback holds the tensors that were loaded.
+                yield problem.with_traceback(None)
 
     def close(self) -> None:
         """Writes what is only in memory to a named folder; all requests have ended."""

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import pick, take_flat
 from kvfold.kernels.views import Flat, Named, RaggedView
 from kvfold.store.base import Store
@@ -303,9 +304,14 @@ class RaggedStore(Store):
     def encode_with(self, second: RaggedStore, decoding: bool, ended: Sequence[bool] = ()) -> bool:
         """Encodes the entries that are due in both layers of a pair; true if there were any.
 
-        `ended` is that of `encode_due`.
+        `ended` is that of `encode_due`. Raises UnsupportedModel for layers on two devices.
         """
         assert isinstance(self.encode, Pairing)
+        if self.keys.device != second.keys.device:
+            raise UnsupportedModel(
+                "MiniCache's pairs of layers share one tensor of directions, and the layers of a "
+                f"pair are on {self.keys.device} and {second.keys.device}: put them on one device"
+            )
         mine, theirs = self._due_now(decoding, ended), second._due_now(decoding, ended)
         parts = ((self._keys, second._keys), (self._values, second._values))
         for (own, other), counts, others in zip(parts, mine, theirs, strict=True):

@@ -80,7 +80,12 @@ class Setting:
         )
 
     def run(self, sample: TaskSample | UnreadableSample, *cells: EvalCell) -> list[SampleResult]:
-        return run_job(self.model, self.tokenizer, EvalJob({0: sample}, cells))
+        return self.lines(EvalJob({0: sample}, cells))
+
+    def lines(self, job: EvalJob) -> list[SampleResult]:
+        """All lines of a job, in the order of its cells."""
+        found = [line for lines in run_job(self.model, self.tokenizer, job) for line in lines]
+        return sorted(found, key=lambda line: job.cells.index(line.cell))
 
     def outcome(
         self, record: TaskSample, method: str = FULL, budget: str | None = None, **how: Any

@@ -24,7 +24,7 @@ from kvfold.eval.run.sample_result import SampleResult
 from kvfold.jobs import executor as workers
 from kvfold.jobs.compress import CompressJob, CompressOptions
 from kvfold.jobs.compress import worker_spec as compressing
-from kvfold.jobs.executor import WorkerDied, WorkerSpec, here, in_parallel
+from kvfold.jobs.executor import JobDone, WorkerDied, WorkerSpec, here, in_parallel
 from kvfold.jobs.processes import processes
 from tests.helpers.evaluation import Setting, by_itself, by_number, jobs, record
 
@@ -57,17 +57,29 @@ class Unreadable(str):
         return int, ("no number",)
 
 
-def echo(model: object, tokenizer: object, job: str) -> Any:
+def echo(model: object, tokenizer: object, job: str) -> Iterator[Any]:
     """The job itself, but "raises" raises, and "lambda" makes what cannot be sent."""
     if job == "raises":
         raise ValueError("row 2 is malformed\nand more")
     if job == "refuses":
         raise KvfoldError("too long")
-    return (lambda: job) if job == "lambda" else job
+    yield (lambda: job) if job == "lambda" else job
 
 
-def process(model: object, tokenizer: object, job: str) -> int:
-    return os.getpid()
+def process(model: object, tokenizer: object, job: str) -> Iterator[int]:
+    yield os.getpid()
+
+
+def letters(model: object, tokenizer: object, job: str) -> Iterator[str]:
+    """The job's letters, up to one that raises."""
+    for letter in job:
+        if letter == "!":
+            raise ValueError(letter)
+        yield letter
+
+
+def letters_left(job: str, results: Sequence[str]) -> list[str]:
+    return [job[len(results) :]] if len(results) < len(job) else []
 
 
 def gave_up(job: str, why: str) -> tuple[str, str]:
@@ -101,6 +113,13 @@ def test_a_job_that_raises_is_told_in_its_own_words_and_the_others_are_done(fold
     assert failed["raises"] == "ValueError: row 2 is malformed"
     assert failed["text"].startswith("ValueError: invalid literal")
     assert failed["refuses"] == "too long" and "pickle" in failed["lambda"]
+
+
+@pytest.mark.slow
+def test_results_come_one_by_one_and_only_what_is_left_of_a_job_is_given_up(folder):
+    spec = WorkerSpec(str(folder), letters, gave_up, left=letters_left)
+    found = list(processes(spec, 1)(["abc", "de!f", "g"]))
+    assert found == ["a", "b", "c", "d", "e", ("!f", "ValueError: !"), "g"]
 
 
 @pytest.mark.slow
@@ -162,6 +181,7 @@ class Fragile:
     def __init__(self, setting: Setting, count: int, fatal: dict[int, int]) -> None:
         self.setting, self.count, self.fatal = setting, count, dict(fatal)
         self.at_work: dict[int, EvalJob] = {}
+        self.results: dict[int, Iterator[list[SampleResult]]] = {}
         self.started = self.ended = 0
 
     def start_worker(self) -> int:
@@ -177,13 +197,24 @@ class Fragile:
         assert set(busy) == set(self.at_work)
         return [max(busy)]
 
-    def result(self, worker: int) -> list[SampleResult]:
-        job = self.at_work.pop(worker)
+    def result(self, worker: int) -> list[SampleResult] | JobDone:
+        job = self.at_work[worker]
         (index,) = job.samples
         if self.fatal.get(index, 0):
             self.fatal[index] -= 1
+            self.ended_job(worker)
             raise WorkerDied
-        return run_job(self.setting.model, self.setting.tokenizer, job)
+        results = self.results.setdefault(
+            worker, run_job(self.setting.model, self.setting.tokenizer, job)
+        )
+        if lines := next(results, None):
+            return lines
+        self.ended_job(worker)
+        return JobDone()
+
+    def ended_job(self, worker: int) -> None:
+        del self.at_work[worker]
+        self.results.pop(worker, None)
 
     def shutdown(self, idle: Sequence[int], busy: Sequence[int]) -> None:
         self.ended = len(idle) + len(busy)
@@ -212,7 +243,7 @@ def test_a_cell_that_kills_its_worker_leaves_the_others_of_its_job(setting):
     class Choosy(Fragile):
         def result(self, worker: int) -> Any:
             if deadly in self.at_work[worker].cells and 1 in self.at_work[worker].samples:
-                del self.at_work[worker]
+                self.ended_job(worker)
                 raise WorkerDied
             return super().result(worker)
 
@@ -220,6 +251,26 @@ def test_a_cell_that_kills_its_worker_leaves_the_others_of_its_job(setting):
     found = [sample for samples in results for sample in samples]
     assert len(found) == sum(len(job.cells) for job in todo)
     assert [(line.index, line.cell) for line in found if line.error] == [(1, deadly)]
+
+
+def test_a_worker_that_dies_between_two_cells_repeats_none(setting):
+    _, todo = jobs(setting, 2)
+    given = []
+
+    class Late(Fragile):
+        def submit(self, worker: int, job: EvalJob) -> None:
+            given.append(job)
+            super().submit(worker, job)
+
+        def result(self, worker: int) -> Any:
+            lines = super().result(worker)
+            self.fatal = {1: 1} if len(given) == 1 else {}
+            return lines
+
+    results = in_parallel(worker_spec("tiny"), Late(setting, 1, {}))([todo])
+    found = [line.cell for lines in results for line in lines]
+    assert len(found) == len(todo.cells) > 2 and set(found) == set(todo.cells)
+    assert [set(job.cells) for job in given] == [set(found), set(found[1:])]
 
 
 def test_workers_are_shut_down_when_the_run_is_stopped(setting):

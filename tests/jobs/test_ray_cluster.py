@@ -95,10 +95,10 @@ def test_a_job_that_raises_is_told_in_its_own_words_and_a_model_s_failure_ends_t
     address: str,
 ) -> None:
     # Functions inside a function are sent to actors whole: these need not import this file.
-    def echo(model: object, tokenizer: object, job: str) -> str:
+    def echo(model: object, tokenizer: object, job: str) -> Iterator[str]:
         if job == "raises":
             raise ValueError("row 2 is malformed")
-        return job
+        yield job
 
     def gave_up(job: str, why: str) -> str:
         return f"{job} gave up: {why}"

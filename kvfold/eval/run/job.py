@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -68,53 +68,68 @@ class EvalJob:
             return [replace(self, samples={i: sample}) for i, sample in self.samples.items()]
         return [replace(self, cells=(cell,)) for cell in self.cells if len(self.cells) > 1]
 
+    def without(self, done: Set[tuple[EvalCell, int]]) -> list[EvalJob]:
+        """Jobs without these samples of cells; cells that lack the same samples stay together."""
+        missing: dict[tuple[int, ...], list[EvalCell]] = {}
+        for cell in self.cells:
+            if numbers := tuple(i for i in self.samples if (cell, i) not in done):
+                missing.setdefault(numbers, []).append(cell)
+        return [
+            EvalJob({i: self.samples[i] for i in numbers}, tuple(cells))
+            for numbers, cells in missing.items()
+        ]
+
 
 def run_job(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
-) -> list[SampleResult]:
-    """One line per cell and sample of the job; exceptions are caught and written into `error`.
+) -> Iterator[list[SampleResult]]:
+    """One line per cell and sample of the job, cell by cell; exceptions are told in `error`.
 
     What fails together is run again in smaller parts, so that the error of one sample, or of one
     cell, does not fail the others.
     """
     (first, *more), alone = job.samples.values(), len(job.samples) == len(job.cells) == 1
     if isinstance(first, UnreadableSample) and not more:
-        return job.errors(f"{first.where}: {first.why}")
-    before, found, again = _reset_peak(model.device), list[SampleResult](), list[EvalJob]()
+        yield job.errors(f"{first.where}: {first.why}")
+        return
+    before, left, again = _reset_peak(model.device), list(job.cells), list[EvalJob]()
     try:
         for cell, outcome in _outcomes(model, tokenizer, list(job.samples.values()), job.cells):
-            if not isinstance(outcome, Exception):
-                for index, each in zip(job.samples, outcome, strict=True):
-                    if alone and before is not None:
-                        each = _with_peak(model, each, before)
-                    found.append(job.line(cell, index, each))
-            elif len(job.samples) == 1:
-                found += replace(job, cells=(cell,)).errors(told(outcome))
-            else:
-                again.append(replace(job, cells=(cell,)))
+            left.remove(cell)
+            of_cell = replace(job, cells=(cell,))
+            if isinstance(outcome, Exception):
+                if len(job.samples) == 1:
+                    yield of_cell.errors(told(outcome))
+                else:
+                    again.append(of_cell)
+                continue
+            if alone and before is not None:
+                outcome = [_with_peak(model, each, before) for each in outcome]
+            yield [job.line(cell, i, each) for i, each in zip(job.samples, outcome, strict=True)]
     except Exception as problem:
         if alone:
-            return job.errors(told(problem))
-        found, again = [], [job]
+            yield job.errors(told(problem))
+            return
+        if left:
+            again.append(replace(job, cells=tuple(left)))
     # Only now: what failed may have run out of memory, and its batch is freed.
     for failed in again:
-        found += _in_parts(model, tokenizer, failed)
-    order = {cell: place for place, cell in enumerate(job.cells)}
-    return sorted(found, key=lambda line: order[line.cell])
+        yield from _in_parts(model, tokenizer, failed)
 
 
 def _in_parts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
-) -> list[SampleResult]:
+) -> Iterator[list[SampleResult]]:
     """Lines of the job's parts, each run by itself."""
-    return [line for part in job.parts for line in run_job(model, tokenizer, part)]
+    for part in job.parts or [job]:
+        yield from run_job(model, tokenizer, part)
 
 
 def worker_spec(
     name: str, loading: Loading | None = None
 ) -> WorkerSpec[EvalJob, list[SampleResult]]:
     """Spec of workers that evaluate with the model `name`."""
-    return WorkerSpec(name, run_job, _given_up, _parts, loading or Loading())
+    return WorkerSpec(name, run_job, _given_up, _parts, _left, loading or Loading())
 
 
 def _given_up(job: EvalJob, why: str) -> list[SampleResult]:
@@ -125,6 +140,11 @@ def _given_up(job: EvalJob, why: str) -> list[SampleResult]:
 def _parts(job: EvalJob) -> list[EvalJob]:
     """Smaller jobs than one whose workers died."""
     return job.parts
+
+
+def _left(job: EvalJob, results: Sequence[list[SampleResult]]) -> list[EvalJob]:
+    """Jobs of what `results` lack."""
+    return job.without({(line.cell, line.index) for lines in results for line in lines})
 
 
 def _outcomes(

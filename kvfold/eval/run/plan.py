@@ -178,8 +178,7 @@ class EvalPlan:
     ) -> Iterator[EvalJob]:
         """Jobs of one task: samples that lack the same cells, `batch_size` at a time.
 
-        Cells that cannot share a reading, or are many, get jobs of their own: results are written
-        after each job, and a stopped run loses only those of the last.
+        Cells that cannot share a reading, or are many, get jobs of their own, for other workers.
         """
         lacking: dict[tuple[EvalCell, ...], dict[int, TaskSample | UnreadableSample]] = {}
         for index, sample in enumerate(each.samples):

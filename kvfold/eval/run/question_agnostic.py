@@ -13,7 +13,7 @@ from kvfold.bench.clock import synchronize
 from kvfold.bench.cost import Cost, ForwardCost, measured
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
-from kvfold.contexts.answer import end_tokens
+from kvfold.contexts.answer import Reply, end_tokens
 from kvfold.contexts.chat import Chat
 from kvfold.contexts.context import Context, check_reusable
 from kvfold.eval.run.cell import EvalCell
@@ -77,16 +77,20 @@ def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[Samp
     first, began = made.batch.prompts[0], time.perf_counter()
     # Measured first: questions grow the buffers.
     held, step = cache_usage(made.cache), None
+    said, answers = list[list[Reply]](), list[list[ScoredAnswer]]()
     if task.by_likelihood:
         answers = [_likelihood(model, made.cache, first)]
     elif first.sample.conversation:
         context = Context(model, first.tokenizer, made.cache, first.frame, made.batch.ids)
-        said, step = _conversation(context.chat(), first, task, made.cell.protocol.history)
-        answers = [said]
+        own, step = _conversation(context.chat(), first, made.cell.protocol.history)
+        said = [own]
     else:
-        answers, step = _answers(model, made.cache, made.batch, task)
+        said, step = _answers(model, made.cache, made.batch)
     synchronize(model.device)
     took = time.perf_counter() - began
+    for prompt, own in zip(made.batch.prompts, said, strict=False):
+        pairs = zip(prompt.sample.questions, own, strict=True)
+        answers.append([scored_answer(task, *pair) for pair in pairs])
     return batch_outcomes(made.batch.prompts, answers, held, made.cost, took, step)
 
 
@@ -99,31 +103,31 @@ def _likelihood(
 
 
 def _answers(
-    model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch, task: Task
-) -> tuple[list[list[ScoredAnswer]], Cost | None]:
+    model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch
+) -> tuple[list[list[Reply]], Cost | None]:
     """Answers `[sample][question]`, each to the context alone, and the cost of a step.
 
     Special tokens spelt in a question stay plain text.
     """
-    found: list[list[ScoredAnswer]] = [[] for _ in batch.prompts]
+    found: list[list[Reply]] = [[] for _ in batch.prompts]
     step = None
     for number in range(len(batch.prompts[0].sample.questions)):
         asked, questions = batch.asking(number)
         said = replies(model, fork(cache), asked, asked, limits_of(questions))
         step = said.step or step
-        for row, question in enumerate(questions):
-            found[row].append(scored_answer(task, question, said.replies[row]))
+        for row, reply in enumerate(said.replies):
+            found[row].append(reply)
     return found, step
 
 
 def _conversation(
-    chat: Chat, prompt: SamplePrompt, task: Task, history: str
-) -> tuple[list[ScoredAnswer], Cost | None]:
+    chat: Chat, prompt: SamplePrompt, history: str
+) -> tuple[list[Reply], Cost | None]:
     """Answers to all questions of a conversation, each of which sees the turns before it.
 
     With them the cost of the last decode step that was measured.
     """
-    model, answers, cost = chat.context.model, list[ScoredAnswer](), None
+    model, answers, cost = chat.context.model, list[Reply](), None
     options = prompt.options(end_tokens(model))
     for question in prompt.sample.questions:
         with ForwardCost(model.device, token=1) as step:
@@ -145,5 +149,5 @@ def _conversation(
                 answer_prefix=question.answer_prefix,
                 special_tokens=True,
             )
-        answers.append(scored_answer(task, question, reply))
+        answers.append(reply)
     return answers, cost

@@ -102,9 +102,14 @@ def _one_question(
 
 
 def _joined(questions: Sequence[SampleOutcome]) -> SampleOutcome:
-    """A sample's outcome from those of its questions; cache usage is the last one's."""
+    """A sample's outcome from those of its questions; cache usage is the last one's.
+
+    So are the operations of a step, of those that are known.
+    """
     counted = [each.prefill_operations for each in questions]
+    steps = [each.step_operations for each in questions if each.step_operations is not None]
     update = {
+        "step_operations": steps[-1] if steps else None,
         "prefill_operations": None if None in counted else sum(filter(None, counted)),
         "answers": tuple(answer for each in questions for answer in each.answers),
         "prefill_seconds": sum(each.prefill_seconds for each in questions),
@@ -133,8 +138,7 @@ def run_by_itself(
             "a continuation cannot be scored in a question-aware run: it would be compressed with "
             "its context"
         )
-    ids, cache, prefills, step = prompt.ids, None, list[Cost](), None
-    began = time.perf_counter()
+    ids, cache, prefill, took, step = prompt.ids, None, Cost(0.0, 0), 0.0, None
     for turn, question in enumerate(sample.questions):
         first = turn == 0 or not sample.conversation
         if cache is None or first:
@@ -147,17 +151,15 @@ def run_by_itself(
                 seed=cell.seed + sample.index,
             )
         ids = torch.cat([ids, prompt.question_ids(question, first)], 1)
+        began = time.perf_counter()
         said = _answer(model, cache, prompt, ids, question.max_new_tokens)
+        took += time.perf_counter() - began - said.prefill.seconds
         answers.append(scored_answer(task, question, said.reply))
-        prefills.append(said.prefill)
-        step = said.step or step
+        prefill, step = prefill + said.prefill, said.step or step
         ids = torch.cat([ids, torch.tensor([without_end(model, said.tokens)], dtype=ids.dtype)], 1)
     if cache is None:
         raise KvfoldError("there is no question")
-    prefill, total = sum(prefills, start=Cost(0.0, 0)), time.perf_counter() - began
-    (outcome,) = batch_outcomes(
-        [prompt], [answers], cache_usage(cache), prefill, total - prefill.seconds, step
-    )
+    (outcome,) = batch_outcomes([prompt], [answers], cache_usage(cache), prefill, took, step)
     return outcome
 
 

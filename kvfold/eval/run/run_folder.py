@@ -38,7 +38,7 @@ def run_missing(
 ) -> Iterator[int]:
     """Runs the plan's samples that the file lacks; yields the number of finished samples.
 
-    Results are on disk before the next job's are awaited, so a killed run resumes where it was.
+    Results of a cell are on disk before the next are awaited, so a killed run resumes where it was.
     Samples that ended in an error are run again, but not those that could not be read. Raises
     KvfoldError if the file has other texts under the plan's sample numbers, or an unknown task.
     """

@@ -9,7 +9,7 @@ import pytest
 
 from kvfold.eval.run import job
 from kvfold.eval.run import plan as planning
-from kvfold.eval.run.job import EvalJob, run_job
+from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import contenders
 from tests.helpers.evaluation import Setting, record, wanted
 
@@ -53,7 +53,7 @@ def test_rows_of_a_batch_answer_as_alone(setting, samples, aware, in_one_piece):
         for method, budget in found
         if method != "random"  # draws for the whole batch
     )
-    together = run_job(setting.model, setting.tokenizer, EvalJob(samples, cells))
+    together = setting.lines(EvalJob(samples, cells))
     alone = [line for i in samples for line in setting.run(samples[i], *cells)]
     assert len(together) == len(alone) == 3 * len(cells)
     own = {(line.cell, line.text): line.outcome for line in alone}
@@ -81,7 +81,7 @@ def test_a_row_ends_where_it_would_end_alone(setting, samples, aware, monkeypatc
     monkeypatch.setattr(setting.model.generation_config, "eos_token_id", third)
     stop = free[2].prediction.strip()[3:5]
     stopped = {i: replace(sample, stop=(stop,)) for i, sample in samples.items()}
-    together = run_job(setting.model, setting.tokenizer, EvalJob(stopped, (cell,)))
+    together = setting.lines(EvalJob(stopped, (cell,)))
     for line, sample in zip(together, stopped.values(), strict=True):
         (alone,) = setting.run(sample, cell)
         assert line.outcome.answers == alone.outcome.answers
@@ -93,7 +93,7 @@ def test_one_sample_that_fails_leaves_the_others(setting, samples):
         samples[1], questions=(replace(samples[1].questions[0], max_new_tokens=9000),) * 2
     )
     cell = setting.cell("kv_retrieval", "snapkv:window=8", "0.5")
-    found = run_job(setting.model, setting.tokenizer, EvalJob(samples, (cell,)))
+    found = setting.lines(EvalJob(samples, (cell,)))
     assert [line.error is None for line in sorted(found, key=lambda line: line.index)] == [
         True,
         False,
@@ -108,7 +108,7 @@ def test_a_plan_makes_batches_of_samples_that_lack_the_same_cells(setting, sampl
     first = next(iter(plan.jobs({})))
     done = {
         (line.cell, line.index): line.text
-        for line in run_job(setting.model, setting.tokenizer, replace(first, cells=first.cells[:1]))
+        for line in setting.lines(replace(first, cells=first.cells[:1]))
     }
     left = list(plan.jobs(done))
     assert sorted((list(job.samples), len(job.cells)) for job in left) == [

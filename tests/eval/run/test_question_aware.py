@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.eval.run import shared_reading
+from kvfold.eval.run import question_agnostic, question_aware, shared_reading
 from kvfold.eval.run.question_aware import run_by_itself
 from kvfold.eval.tasks import Question, tasks
 from kvfold.generation.generate import read_turn
@@ -138,3 +139,28 @@ def test_operations_are_known_of_methods_that_read_by_themselves(setting):
     )
     assert pruned.prefill_operations > 0
     assert 0 < pruned.step_operations < full.step_operations
+
+
+@pytest.mark.parametrize(
+    ("spec", "aware"), [("full", True), ("pyramidinfer", True), ("full", False)]
+)
+def test_scoring_is_no_part_of_the_time_that_answers_take(setting, spec, aware, monkeypatch):
+    run = question_aware if aware else question_agnostic
+    real, scoring, took = time.perf_counter, run.scored_answer, [0]
+
+    def slowly(*arguments: Any) -> Any:
+        took[0] += 1000
+        return scoring(*arguments)
+
+    monkeypatch.setattr(run, "scored_answer", slowly)
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + took[0])
+    outcome = setting.outcome(record(questions=2), spec, question_aware=aware)
+    assert took[0] == 2000 and outcome.answer_seconds < 1000 > outcome.prefill_seconds
+
+
+def test_a_last_answer_that_is_too_short_to_measure_leaves_the_step_of_the_one_before(setting):
+    first, last = record(questions=2).questions
+    sample = replace(record(questions=2), questions=(first, replace(last, max_new_tokens=1)))
+    alone = setting.outcome(replace(sample, questions=(first,)), question_aware=True)
+    outcome = setting.outcome(sample, question_aware=True)
+    assert outcome.step_operations == alone.step_operations > 0

@@ -13,7 +13,6 @@ import pytest
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.job import run_job
 from kvfold.eval.run.plan import EvalPlan, contenders
 from kvfold.eval.run.read_files import digests
 from tests.helpers.evaluation import Setting, command, finish, record, wanted
@@ -80,7 +79,7 @@ def test_a_file_that_changes_during_the_run_fails_its_method_alone(
 ) -> None:
     jobs = list(planned(setting, parts).jobs({}))
     parts.write_text(json.dumps(UNEVEN))
-    lines = [line for job in jobs for line in run_job(setting.model, setting.tokenizer, job)]
+    lines = [line for job in jobs for line in setting.lines(job)]
 
     wrong = [line for line in lines if line.error]
     assert len(lines) == 6 and len(wrong) == 1

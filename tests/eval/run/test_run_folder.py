@@ -37,6 +37,7 @@ from tests.helpers.evaluation import (
     by_itself,
     count,
     finish,
+    jobs,
     record,
     records,
     row,
@@ -98,6 +99,36 @@ def test_ten_kills_lose_and_repeat_nothing(setting, plan, uninterrupted, tmp_pat
     assert len({(sample.cell, sample.index) for sample in found}) == len(found)
     assert without_times(found) == without_times(uninterrupted)
     assert records(found) == records(uninterrupted)
+
+
+def test_results_are_on_disk_as_soon_as_their_cell_ends(setting, tmp_path):
+    plan = setting.plan(FEW, wanted([record()]))
+    file = samples_file(tmp_path)
+    for done in run_missing(plan, file, by_itself(setting)):
+        assert count(file.path) == done
+    assert done == plan.total == 3
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_an_exception_between_cells_repeats_no_cell(setting, monkeypatch, after):
+    (todo,), ran, real = jobs(setting, 1), list[EvalCell](), job._outcomes
+    failures = iter([True])
+
+    def failing(*arguments: Any) -> Any:
+        first = next(failures, False)
+        for number, (cell, outcome) in enumerate(real(*arguments)):
+            if first and number == after:
+                raise RuntimeError("between two cells")
+            ran.append(cell)
+            yield cell, outcome
+        if first:
+            raise RuntimeError("after the last")
+
+    monkeypatch.setattr(job, "_outcomes", failing)
+    lines = setting.lines(todo)
+    assert [line.error for line in lines] == [None] * 3
+    assert [line.cell for line in lines] == list(todo.cells)
+    assert len(ran) == 3
 
 
 @pytest.mark.slow

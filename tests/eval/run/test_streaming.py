@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.eval.run.job import EvalJob, run_job
+from kvfold.eval.run.job import EvalJob
 from kvfold.eval.tasks import Question
 from tests.helpers.budgets import NAMED, holds
 from tests.helpers.evaluation import Setting, book, surprise, words
@@ -52,7 +52,7 @@ def test_texts_of_one_length_are_read_together_as_alone(setting, spec):
     cell = setting.cell(
         "perplexity", spec, None if spec in ("full", "kivi:group=8,residual=8") else "16"
     )
-    together = run_job(setting.model, setting.tokenizer, EvalJob(samples, (cell,)))
+    together = setting.lines(EvalJob(samples, (cell,)))
     assert [line.index for line in together] == [0, 1, 2, 3]
     for line in together:
         alone = setting.outcome_in(samples[line.index], cell)

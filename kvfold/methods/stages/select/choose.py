@@ -25,6 +25,11 @@ class Chosen:
     scores: Tensor  # [B, H, T], of all entries, forced or not
     forced: Tensor  # bool [B, H, T], entries that stay whatever their score
 
+    def to(self, device: torch.device) -> Chosen:
+        """The same on a device."""
+        slots, scores, forced = (x.to(device) for x in (self.slots, self.scores, self.forced))
+        return Chosen(slots, self.over_budget, scores, forced)
+
 
 def choose(
     stages: Stages,
