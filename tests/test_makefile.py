@@ -17,12 +17,13 @@ VENVS = (".venv", ".venv-vllm", ".venv-lmcache", ".venv-litellm")
 TELLS = """#!/bin/sh
 printf '%s\\n' "${0##*/}" "$@" "REAL is $REAL" >> told
 """
-# Python whose `-m venv` is interrupted before pip is there, but not the second time.
+# Python whose `-m venv` is ended before pip is there, but not the second time. Not by SIGINT, which
+# tests that run in the background ignore.
 MAKES_VENVS = """#!/bin/sh
 for folder; do :; done
 mkdir -p "$folder/bin"
 cp tool "$folder/bin/python"
-test -e begun || { touch begun; kill -INT $$; }
+test -e begun || { touch begun; kill -TERM $$; }
 cp tool "$folder/bin/pip"
 """
 

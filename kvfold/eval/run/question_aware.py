@@ -163,7 +163,7 @@ def run_by_itself(
     return outcome
 
 
-class _Answer(NamedTuple):
+class _MeasuredAnswer(NamedTuple):
     """A reply, its tokens, and what its prefill and a decode step cost, if there was one."""
 
     reply: Reply
@@ -178,7 +178,7 @@ def _answer(
     prompt: SamplePrompt,
     ids: torch.Tensor,
     limit: int,
-) -> _Answer:
+) -> _MeasuredAnswer:
     """A greedy answer to `ids [1, N]`, some of which the cache may hold."""
     ends, length = end_tokens(model), ids.shape[1]
     text = AnswerStream(prompt.tokenizer, length, prompt.sample.stop, discard, Event())
@@ -196,4 +196,4 @@ def _answer(
         )
     tokens = out[0, length:].tolist()
     text.finish(tokens)
-    return _Answer(text.reply(tokens, ends), tokens, prefill.cost or Cost(), step.cost)
+    return _MeasuredAnswer(text.reply(tokens, ends), tokens, prefill.cost or Cost(), step.cost)
