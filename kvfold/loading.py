@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,15 @@ class Loading:
             "device_map": self.device_map,
         }
         return {name: value for name, value in chosen.items() if value is not None}
+
+    def of_worker(self, number: int) -> Loading:
+        """Options of one of several processes, which take the machine's GPUs in turn."""
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < 2 or self.device is not None or self.device_map is not None:
+            return self
+        return replace(self, device=f"cuda:{number % gpus}")
 
 
 def load(

@@ -170,3 +170,15 @@ def test_a_device_map_gives_the_answer_of_a_device():
 def test_the_device_meta_is_none():
     with pytest.raises(KvfoldError, match="no weights"):
         Loading(device="meta")
+
+
+def test_workers_take_several_gpus_in_turn(monkeypatch):
+    def places(loading: Loading) -> list[str | None]:
+        return [loading.of_worker(number).device for number in range(4)]
+
+    in_turn = ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    for gpus, expected in ((0, [None] * 4), (1, [None] * 4), (3, in_turn)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert places(Loading()) == expected
+    assert places(Loading(device="cpu")) == ["cpu"] * 4
+    assert Loading(device_map="auto").of_worker(1) == Loading(device_map="auto")

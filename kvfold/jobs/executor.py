@@ -197,12 +197,12 @@ class ModelWorker:
     An exception that left the worker would end it, or come without its type to the parent.
     """
 
-    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
-        """Loads the model in one of `count` workers."""
+    def __init__(self, spec: WorkerSpec[Any, Any], count: int, number: int = 0) -> None:
+        """Loads the model in one of `count` workers, which is the `number`th on its machine."""
         self.spec = spec
         self.loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | ModelFailed
         try:
-            self.loaded = load_in_worker(spec, count)
+            self.loaded = load_in_worker(spec, count, number)
         except Exception as problem:
             self.loaded = ModelFailed(told(problem))
 
@@ -220,9 +220,9 @@ class ModelWorker:
 
 
 def load_in_worker(
-    spec: WorkerSpec[Any, Any], count: int
+    spec: WorkerSpec[Any, Any], count: int, number: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, loaded in one of `count` workers, after the imports of `spec`.
+    """Model and tokenizer, loaded in the `number`th of `count` workers, after `spec`'s imports.
 
     The cores are divided by `count`, unless OMP_NUM_THREADS is set.
     """
@@ -232,4 +232,4 @@ def load_in_worker(
     disable_progress_bar()
     for module in spec.imports:
         import_methods(module)
-    return load(spec.name, spec.loading)
+    return load(spec.name, spec.loading.of_worker(number))

@@ -32,10 +32,11 @@ def processes(spec: WorkerSpec[J, R], count: int) -> RunJobs[J, R]:
 class _ProcessWorker:
     """A worker process and the parent's end of the pipe to it."""
 
-    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
+    def __init__(self, spec: WorkerSpec[Any, Any], count: int, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, spec, count), daemon=True)
+        arguments = (theirs, spec, count, number)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with _interrupts_ignored():
             self.process.start()
         # The worker holds the only other end, so its death shows as end of file.
@@ -47,9 +48,11 @@ class _ProcessExecutor:
 
     def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
         self.spec, self.count = spec, count
+        self.started = 0
 
     def start_worker(self) -> _ProcessWorker:
-        return _ProcessWorker(self.spec, self.count)
+        number, self.started = self.started, self.started + 1
+        return _ProcessWorker(self.spec, self.count, number)
 
     def submit(self, worker: _ProcessWorker, job: Any) -> None:
         try:
@@ -91,11 +94,11 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(connection: Connection, spec: WorkerSpec[Any, Any], count: int) -> None:
+def _serve(connection: Connection, spec: WorkerSpec[Any, Any], count: int, number: int) -> None:
     """Loop of a worker process: receives jobs and sends results until the pipe is closed."""
     # Ctrl-C is handled by the parent, which then ends its workers, also those of its threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = ModelWorker(spec, count)
+    worker = ModelWorker(spec, count, number)
     while True:
         try:
             for result in worker.run(connection.recv()):

@@ -22,6 +22,7 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.run.job import EvalJob, run_job, worker_spec
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.jobs import executor as workers
+from kvfold.jobs import processes as spawned
 from kvfold.jobs.compress import CompressJob, CompressOptions
 from kvfold.jobs.compress import worker_spec as compressing
 from kvfold.jobs.executor import JobDone, WorkerDied, WorkerSpec, here, in_parallel
@@ -113,6 +114,17 @@ def test_a_job_that_raises_is_told_in_its_own_words_and_the_others_are_done(fold
     assert failed["raises"] == "ValueError: row 2 is malformed"
     assert failed["text"].startswith("ValueError: invalid literal")
     assert failed["refuses"] == "too long" and "pickle" in failed["lambda"]
+
+
+def test_every_worker_has_a_number_of_its_own(monkeypatch):
+    numbers = []
+    monkeypatch.setattr(
+        spawned, "_ProcessWorker", lambda spec, count, number: numbers.append(number)
+    )
+    executor = spawned._ProcessExecutor(WorkerSpec("tiny", echo, gave_up), 2)
+    for _ in range(3):
+        executor.start_worker()
+    assert numbers == [0, 1, 2]
 
 
 @pytest.mark.slow
