@@ -107,13 +107,15 @@ def fastest(model: PreTrainedModel, batch: int, length: int) -> SdpaChoice:
 
 
 def _time(kernel: SdpaVariant, query: Tensor, key: Tensor, value: Tensor) -> float:
-    """Seconds of the fastest of `TRIES` calls; infinite if this machine has no such kernel."""
+    """Seconds of the fastest of `TRIES` calls; infinite without such a kernel, or memory for it."""
     scale = query.shape[-1] ** -0.5
     try:
         with kernel.chosen():
             work = partial(kernel.attend, query, key, value, None, scale)
             work()
             return min(seconds(query.device, work) for _ in range(TRIES))
+    except torch.OutOfMemoryError:
+        return float("inf")
     except RuntimeError as problem:
         if NO_KERNEL not in str(problem):
             raise

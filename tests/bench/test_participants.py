@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvfold.bench.lineup import labels, makers
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import CompiledParticipant, MethodParticipant, ParticipantLabel
 from kvfold.bench.record import RoundRecord
-from kvfold.bench.sdpa_variants import SdpaChoice, fastest
+from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant, fastest
 from kvfold.errors import KvfoldError
 from kvfold.generation.static.decode import compiling
 from kvfold.hf.fitted_numbers import read_scorer_file
@@ -29,6 +30,19 @@ def test_the_fastest_kernels_are_named() -> None:
     assert (
         str(SdpaChoice()) == "prefill sdpa, keys repeated; decode sdpa, query heads packed as rows"
     )
+
+
+def test_a_kernel_without_memory_is_not_the_fastest(monkeypatch) -> None:
+    attend = SdpaVariant.attend
+
+    def attends(self: SdpaVariant, *arguments: Any) -> Any:
+        if self.layout in ("repeated", "packed"):
+            raise torch.OutOfMemoryError
+        return attend(self, *arguments)
+
+    monkeypatch.setattr(SdpaVariant, "attend", attends)
+    kernels = fastest(build("llama"), 1, 16)
+    assert kernels == SdpaChoice(SdpaVariant("grouped"), SdpaVariant("grouped"))
 
 
 def test_labels_have_a_budget_where_the_method_takes_one() -> None:
