@@ -234,6 +234,8 @@ def memory(device: torch.device) -> int:
     """Bytes that open readings may take: a part of the device's memory, and of what is free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        # What torch keeps for its next tensors is free as well.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return min(total // SHARE, free // 2)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
 

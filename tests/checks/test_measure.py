@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.checks.encoded import EncodedPrompt
-from kvfold.checks.measure import Attack, PromptMeasurements, kept_of_spans
+from kvfold.checks.measure import Attack, PromptMeasurements, kept_of_spans, memory
 from kvfold.checks.reading import PromptReading, read_full, reading_order
 from kvfold.checks.records import CheckStore
 from kvfold.generation.generate import read_on
@@ -251,3 +251,12 @@ def test_logits_of_the_full_cache_are_held_as_memory_allows(
     bounded = measurements(model)
     assert [bounded.distances([each], cell) for each in own] == expected
     assert len(measured._logits) == 3 and len(bounded._logits) == 1
+
+
+def test_memory_that_torch_keeps_is_free_for_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"mem_get_info": (10, 800), "memory_reserved": 700, "memory_allocated": 600}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory(torch.device("cuda")) == (10 + 100) // 2
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    assert memory(torch.device("cuda")) == 800 // 4
