@@ -14,8 +14,9 @@ from kvfold.cache.bound import bounded
 from kvfold.cache.fits import Fits
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
+from kvfold.cache.reference_queries import ReferenceQueries
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, Stages
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -44,20 +45,28 @@ def take_over(
     made = checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
         setup.check_layer(stages, state.rotation, state.projection)
-    other = copy.deepcopy(cache)
+    other = copy.deepcopy(cache, _left_out(cache, stages))
     other.phase.reads_ids = Phase.of(stages.needs).reads_ids
     other.method, other.budget, other.fits = method, made, fits
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
         state.plan = replace(state.plan, stages=own, budget=made)
         state.narrow_windows(own.needs.window)
-        if own.needs.references is None:
-            state.reference_queries.forget()
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
         state.scorer, state.fitted_heads, state.fitted_moments = fitted
     with other.reading():
         pass
     return other
+
+
+def _left_out(cache: CompressedCache, stages: Stages) -> dict[int, ReferenceQueries]:
+    """By `id`, what a copy has in place of reference queries that its method does not need.
+
+    They may be larger than the entries.
+    """
+    if stages.needs.references is not None:
+        return {}
+    return {id(state.reference_queries): ReferenceQueries() for state in cache.states}
 
 
 def reads_for(reader: Method, method: Method) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 import kvfold
 from kvfold.cache.copy_to_budget import observing_alike
+from kvfold.cache.reference_queries import ReferenceQueries
 from kvfold.errors import BudgetError, KvfoldError
 from tests.helpers.budgets import NAMED, needs_driver
 from tests.helpers.evaluation import Setting, contents, equal, read, words
@@ -51,7 +52,13 @@ def test_a_method_compresses_what_another_has_read(setting, spec):
     assert taken.stats().nbytes == alone.stats().nbytes
 
 
-def test_a_reading_that_notes_reference_queries_serves_methods_without_a_refit(setting):
+def test_a_reading_that_notes_reference_queries_serves_methods_without_a_refit(
+    setting, monkeypatch
+):
+    def refuse(self, memo):
+        raise AssertionError("queries that the method does not need were copied")
+
+    monkeypatch.setattr(ReferenceQueries, "__deepcopy__", refuse, raising=False)
     ids = setting.ids(words(60))
     shared = kvfold.CompressedCache(setting.model, "snapkv:window=8 + match", 0.5)
     alone = kvfold.CompressedCache(setting.model, "snapkv:window=8", 0.4)
