@@ -14,6 +14,7 @@ from tests.helpers.budgets import NAMED, compressed, encodes
 from tests.helpers.caches import BATCHES, positions
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.turns import two_padded_turns
 
 NEW = 6
 # On these prompts the last bit of a weight decides which entry they keep.
@@ -33,25 +34,9 @@ KINDS = [
 
 def generated(model: Any, spec: str, lengths: tuple[int, ...], **options: Any) -> Any:
     """Two turns, greedily: their logits `[2·NEW, B, V]` on the CPU, and the cache."""
-    ids, mask = (each.to(model.device) for each in prompts(lengths))
-    cache, found = compressed(model, spec, tokenizer=word_tokenizer()), []
-    for turn in range(2):
-        made = kvfold.generate(
-            model,
-            ids,
-            cache=cache,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=NEW,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-        )
-        found += [logits.float().cpu() for logits in made.logits]
-        more = continuation(len(ids), 5, seed=turn).to(model.device)
-        ids = torch.cat([made.sequences, more], 1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])], 1)
-    return torch.stack(found), cache
+    cache = compressed(model, spec, tokenizer=word_tokenizer())
+    logits = two_padded_turns(model, cache, lengths, max_new_tokens=NEW, **options)
+    return logits.float(), cache
 
 
 def sizes(cache: kvfold.CompressedCache) -> tuple[Any, ...]:

@@ -85,16 +85,16 @@ def check_identifiable(model: PreTrainedModel) -> None:
 
     A file of its contexts could not name it.
     """
-    _check_here(model.named_parameters())
+    for name, weight in model.named_parameters():
+        _check_here(name, weight)
 
 
-def _check_here(weights: Iterable[tuple[str, Tensor]]) -> None:
-    for name, weight in weights:
-        if weight.is_meta:
-            raise KvfoldError(
-                f"the weights of this model are offloaded ({name}), so kvfold cannot tell it from "
-                "another one: load it onto GPUs that hold all of it, or --device cpu"
-            )
+def _check_here(name: str, weight: Tensor) -> None:
+    if weight.is_meta:
+        raise KvfoldError(
+            f"the weights of this model are offloaded ({name}), so kvfold cannot tell it from "
+            "another one: load it onto GPUs that hold all of it, or --device cpu"
+        )
 
 
 def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -104,7 +104,7 @@ def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     """
     made = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
-        _check_here([(name, weight)])
+        _check_here(name, weight)
         whole = full_weight(samplable(weight))
         flat = whole.flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import kvfold
 from kvfold import CompressedCache
-from tests.helpers.models import continuation
+from tests.helpers.models import continuation, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -20,6 +20,29 @@ def turn(model: PreTrainedModel, cache: CompressedCache, ids: Tensor, **options:
     """The conversation `[B, N]` after one more answer."""
     out: Tensor = kvfold.generate(model, ids, cache=cache, **(GREEDY | options))
     return out
+
+
+def two_padded_turns(
+    model: PreTrainedModel, cache: CompressedCache, lengths: tuple[int, ...], **options: Any
+) -> Tensor:
+    """Logits `[2·n, B, V]`, on the CPU, of two greedy turns on a padded batch of prompts."""
+    ids, mask = (each.to(model.device) for each in prompts(lengths))
+    found = list[Tensor]()
+    for number in range(2):
+        made = kvfold.generate(
+            model,
+            ids,
+            cache=cache,
+            attention_mask=mask,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **(GREEDY | options),
+        )
+        found += [logits.cpu() for logits in made.logits]
+        more = continuation(len(ids), 5, seed=number).to(model.device)
+        ids = torch.cat([made.sequences, more], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])], 1)
+    return torch.stack(found)
 
 
 def changed(ids: Tensor, row: int, column: int) -> Tensor:

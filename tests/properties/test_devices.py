@@ -15,8 +15,9 @@ from kvfold.hf import output_projection
 from tests.helpers.budgets import NAMED, compressed
 from tests.helpers.caches import positions
 from tests.helpers.devices import FIRST, SECOND, Devices, MixedDevices, Placed, split
-from tests.helpers.models import build, continuation, prompts
+from tests.helpers.models import build
 from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.turns import two_padded_turns
 
 FITTED = ("zap", "duo", "qfilter")  # their files are of float32
 METHODS = [spec for spec in NAMED if not spec.startswith(FITTED)]
@@ -43,24 +44,9 @@ def over_two() -> Iterator[PreTrainedModel]:
 
 def turns(model: PreTrainedModel, spec: str) -> tuple[Tensor, list[Tensor], kvfold.Stats]:
     """Logits of two turns on a padded batch, and what the cache then holds."""
-    ids, mask = (x.to(model.device) for x in prompts((24, 17, 9)))
-    cache, logits = compressed(model, spec, 12, tokenizer=word_tokenizer()), list[Tensor]()
-    for turn in range(2):
-        out = kvfold.generate(
-            model,
-            ids,
-            cache=cache,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=4,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        logits += [each.cpu() for each in out.logits]
-        ids = torch.cat([out.sequences, continuation(3, 5, seed=turn).to(model.device)], 1)
-        more = mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])
-        mask = torch.cat([mask, more], 1)
-    return torch.stack(logits), positions(cache), cache.stats()
+    cache = compressed(model, spec, 12, tokenizer=word_tokenizer())
+    logits = two_padded_turns(model, cache, (24, 17, 9), max_new_tokens=4)
+    return logits, positions(cache), cache.stats()
 
 
 def test_tensors_of_two_devices_do_not_mix(over_two: PreTrainedModel) -> None:
