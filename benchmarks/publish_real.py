@@ -13,7 +13,7 @@ samples give equal files. Without FOLDER the pages are made anew of the publishe
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,47 +54,48 @@ SAMPLE_ROWS = "samples.csv.gz"
 
 
 def planned() -> list[real_page.Planned]:
-    """Commands of `real_leaderboard.sh`, as it prints them, with all fitted files there."""
-    return [one for line in _commands() for one in _planned(line)]
+    """Cells that `real_leaderboard.sh` runs, with all fitted files there."""
+    return [unit for command in commands("BOOK") for unit in of_command(command)]
 
 
 def all_methods() -> list[str]:
     """Methods of its first command, which runs all of them, as they are written there."""
-    return listed(_options(_commands()[0])["methods"])
+    return listed(option(commands("BOOK")[0], "methods"))
 
 
-def _commands() -> list[str]:
+def commands(*paths: str) -> list[list[str]]:
+    """Commands of `real_leaderboard.sh` with its arguments `paths`, each as its words."""
     own = {name: value for name, value in os.environ.items() if name not in ("STEPS", "METHODS")}
     told = subprocess.run(
-        ["bash", str(SCRIPT), "BOOK"],
+        ["bash", str(SCRIPT), *paths],
         env=own | {"PLAN": "1"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    return told.splitlines()
+    return [shlex.split(line) for line in told.splitlines()]
 
 
-def _options(line: str) -> dict[str, str]:
-    pattern = r"--(tasks|lengths|samples|methods|budgets) (.+?)(?= --|$)"
-    return dict(re.findall(pattern, line))
+def option(command: Sequence[str], name: str) -> str:
+    """The value of a command's option; empty if it is not given."""
+    flag = f"--{name}"
+    return command[command.index(flag) + 1] if flag in command else ""
 
 
-def _planned(line: str) -> list[real_page.Planned]:
+def of_command(command: Sequence[str]) -> list[real_page.Planned]:
     """Tasks, lengths and contenders of one `kvfold eval` command."""
-    options = _options(line)
-    named = options.get("lengths", "").split(",")
+    named = option(command, "lengths").split(",")
     lengths = [int(length) if length else None for length in named]
-    aware, samples = "--question-aware" in line, int(options["samples"])
-    methods = listed(options["methods"])
+    aware, samples = "--question-aware" in command, int(option(command, "samples"))
+    budgets = option(command, "budgets").split(",")
     return [
         real_page.Planned(
             real_page.Unit(task.name, length if task.has_lengths else None, aware),
             samples,
-            frozenset(contenders(methods, options["budgets"].split(","))),
+            frozenset(contenders(listed(option(command, "methods")), budgets)),
             not task.by_likelihood,
         )
-        for task in select(options["tasks"].split(","))
+        for task in select(option(command, "tasks").split(","))
         for length in lengths
     ]
 

@@ -10,8 +10,9 @@
 # Samples are kept in FOLDER; run again, it goes on where it stopped. STEPS="needles uuids" runs these
 # steps only, METHODS=kvzip,snapkv these methods beside the baselines. Records name the commit, so
 # nothing may be uncommitted when it begins. One worker takes about WORKERS=1 core. PLAN=1 prints the
-# commands and runs none. `publish_real.py FOLDER` makes the pages, also while it runs, and
-# `reproduce.py MODEL BOOK` runs three of the published cells again.
+# commands and runs none; `real_left.py BOOK FOLDER` prints what the published records lack.
+# `publish_real.py FOLDER` makes the pages, also while it runs, and `reproduce.py MODEL BOOK` runs
+# three of the published cells again.
 set -eu
 book=$1 out=${2:-kvfold-real} root=$(cd "$(dirname "$0")/.." && pwd)
 model=${3:-$root/.models/smollm2}
@@ -74,9 +75,12 @@ step() {
     shift
     case " ${STEPS:-$name} " in *" $name "*) ;; *) return 0 ;; esac
     for view in $views; do
-        ${PLAN:+echo} kvfold eval --model "$model" --methods "${METHODS:-$methods}" --budgets $budgets \
+        run kvfold eval --model "$model" --methods "${METHODS:-$methods}" --budgets $budgets \
             --samples $samples --batch-size $batch --workers "${WORKERS:-1}" --out "$out" ${!view} "$@"
     done
+}
+run() {
+    if [ -n "${PLAN:-}" ]; then printf '%q ' "$@" && echo; else "$@"; fi
 }
 
 needles=ruler_niah_single_1,ruler_niah_single_2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import needle_rows
@@ -275,20 +275,25 @@ def _scope(results: Sequence[CellResult]) -> str:
 
 def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
     """The part of the plan that is done, unless it is all."""
-    samples: dict[Unit, dict[Contender, int]] = defaultdict(dict)
-    for one in results:
-        samples[Unit.of(one)][one.cell.method, one.cell.budget] = one.samples
-    done = sum(
-        samples[one.unit].get(contender, 0) >= one.samples
-        for one in planned
-        for contender in one.contenders
-    )
+    counts = samples_of(results)
+    done = sum(len(one.contenders) - len(lacking(one, counts)) for one in planned)
     total = sum(len(one.contenders) for one in planned)
     longest = max((one.cell.length or 0 for one in results), default=0)
     if done < total:
         yield f"Of the plan, {100 * done / total:.0f} % is done ({done} of {total} cells)."
     if any((one.unit.length or 0) > longest for one in planned):
         yield f"Longer than {longest} tokens: nothing yet."
+
+
+def samples_of(results: Sequence[CellResult]) -> dict[tuple[Unit, Contender], int]:
+    """Samples of each contender in each unit."""
+    return {(Unit.of(one), (one.cell.method, one.cell.budget)): one.samples for one in results}
+
+
+def lacking(planned: Planned, counts: Mapping[tuple[Unit, Contender], int]) -> set[Contender]:
+    """Contenders of a unit that have fewer samples than planned."""
+    unit, samples = planned.unit, planned.samples
+    return {one for one in planned.contenders if counts.get((unit, one), 0) < samples}
 
 
 def _setup(results: Sequence[CellResult]) -> str:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -424,6 +425,37 @@ def test_the_plan_is_what_the_command_runs(
         for one in planned
     } == ran
     assert len(planned) == len(ran) >= 10
+
+
+def test_what_is_left_of_the_plan_is_told_as_commands(publishing: ModuleType) -> None:
+    with scripts_of(BENCHMARKS) as script:
+        left = script("real_left").left
+    command = publishing.commands("BOOK", "OUT")[1]
+    done = {
+        (one.unit, contender): one.samples
+        for one in publishing.of_command(command)
+        for contender in one.contenders
+    }
+    novel = publishing.real_page.Unit(NOVEL, 1024, True)
+    lacking = {("kvzip + recent", "0.3"), ("turboquant:keys=8", None), ("cut", "0.2")}
+
+    def records(counts: dict[Any, int]) -> list[CellResult]:
+        return [
+            made(name, budget, task=unit.task, length=unit.length, aware=unit.aware, samples=count)
+            for (unit, (name, budget)), count in counts.items()
+        ]
+
+    assert not [*left(command, records(done))]
+    assert [publishing.of_command(one) for one in left(command, [])] == [
+        [one] for one in publishing.of_command(command)
+    ]
+    (only,) = left(command, records(done | {(novel, one): 39 for one in lacking}))
+    assert publishing.option(only, "methods") == "full,kvzip + recent,turboquant_k8v4"
+    assert publishing.option(only, "budgets") == "0.3,0.2"
+    (planned,) = publishing.of_command(only)
+    assert planned.unit == novel and planned.contenders > lacking
+    others = [word for word in command if word not in only]
+    assert len(others) == 3  # methods, budgets and tasks
 
 
 def test_a_run_is_published_while_it_goes_on(
