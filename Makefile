@@ -40,6 +40,7 @@ real: .venv/ready
 
 # Anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier files are replaced.
 fits: real
+	$(if $(REAL),$(error make fits fits .models/smollm2: for another model see kvfold fit --help))
 	$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors
 	$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors
 	$(FIT) --scorer duo --out $(FITTED)-heads.safetensors

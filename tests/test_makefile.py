@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Makefile: paths as they are, and a venv that was interrupted is made anew."""
+"""The Makefile: paths as they are, a venv that was interrupted, models to fit."""
 
 from __future__ import annotations
 
@@ -83,3 +83,8 @@ def test_a_venv_that_was_interrupted_is_made_anew(folder: Path, venv: str) -> No
     assert (folder / venv / "bin/python").exists() and not (folder / venv / "bin/pip").exists()
     assert made(folder, *words) == 0
     assert (folder / venv / "ready").exists()
+
+
+def test_another_model_is_not_fitted_in_place_of_the_one_made(folder: Path) -> None:
+    assert made(folder, "--dry-run", "fits") == 0
+    assert made(folder, "--dry-run", "fits", "REAL=other") != 0
