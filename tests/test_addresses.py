@@ -93,6 +93,7 @@ TESTED_BY = {
     "methods/stages/score/output_error.py": "methods/test_auto.py",
     "methods/stages/score/redundancy.py": "methods/test_rkv.py",
     "methods/stages/score/repetition.py": "methods/test_kvzip.py",
+    "methods/stages/select/checked.py": "methods/test_own_methods.py",
     "methods/stages/select/one_set.py": "policies/test_kept.py",
     "methods/stages/select/token_pruning.py": "methods/test_pyramidinfer.py",
     "methods/think.py": "cache/test_encode.py",

@@ -153,8 +153,7 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
     alone = not needs.only_attention or needs.column_squares or needs.beyond_attention
     if alone or key.shape[1] != heads:
         seen = [_observed_row(state, calls[state]) for state in alike]
-        scores = joined([scores_of(stages, of_layer, heads) for of_layer in seen])
-        return scores.clamp(min=torch.finfo(scores.dtype).min)
+        return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
     rows = joined([row for state in alike if (row := calls[state].row) is not None])
     for state in alike:
         state.rounds += 1

@@ -112,6 +112,8 @@ class CompressedLayer(CacheLayerMixin):
                 f"crop takes minus the number of tokens to drop, not {tokens_to_remove}"
             )
         state = self.state
+        if state.seen + tokens_to_remove < 0:
+            raise KvfoldError(f"cannot drop {-tokens_to_remove} tokens of {state.seen}")
         if tokens_to_remove and state.store and state.seen + tokens_to_remove < state.evicted_at:
             raise KvfoldError(
                 f"cannot take back {-tokens_to_remove} tokens: older entries were evicted, encoded "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.cache.tensor_parallel import Ranks
-from kvfold.errors import BudgetError
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import raised
@@ -62,19 +62,35 @@ class Plan:
         allocate = self.stages.allocate
         if isinstance(allocate, Measured):
             return allocate.size(observation)
-        assert allocate is not None and not isinstance(allocate, Across)
         per_row, encode = [], self.stages.encode
         for tokens in free.tolist():
             total = self.total(tokens, size, heads, len(free))
             if self.stages.decode == "every":
                 tokens = max(tokens, total // self.layers)  # the answer fills what a prompt leaves
-            if encode is not None and encode.pairs:
-                total -= total % self.layers  # both layers of a pair keep as many
-            per_row.append(allocate(total, tokens, self.layers))
+            if self.stages.agree or (encode is not None and encode.pairs):
+                total -= total % self.layers  # layers that agree, or are a pair, keep as many
+            per_row.append(checked_sizes(self.stages, total, tokens, self.layers))
         by_layer = list(torch.tensor(per_row, device=free.device).T)
         return with_forced_room(by_layer, self.stages.forced.least_of(observation.positions), free)[
             self.layer
         ]
+
+
+def checked_sizes(stages: Stages, total: int, tokens: int, layers: int) -> list[int]:
+    """Entries per KV head of each layer, by the method's schedule.
+
+    Raises KvfoldError, naming the method, unless it gives one whole number for each layer.
+    """
+    allocate = stages.allocate
+    assert allocate is not None and not isinstance(allocate, (Across, Measured))
+    sizes = allocate(total, tokens, layers)
+    whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+    if not whole or len(sizes) != layers:
+        raise KvfoldError(
+            f"{stages.method} allocates {sizes} where a list of {layers} whole numbers from 0 on "
+            "is wanted: the entries per KV head of each layer"
+        )
+    return sizes
 
 
 def with_forced_room(counts: list[Tensor], least: Tensor, free: Tensor) -> list[Tensor]:

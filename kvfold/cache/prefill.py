@@ -120,6 +120,8 @@ def evict(
     `sizes` and `beside` are those of `choose`. Layers that agree wait for the last one.
     """
     due, stages = EvictionDue(state, observation, counts, sizes, beside), state.plan.stages
+    if counts.dim() > 1:
+        _check_heads(state, observation)
     if not stages.agree and stages.level is None:
         _evict(due, stages)
         return
@@ -163,8 +165,6 @@ def _as_scored(observation: Observation, scores: Tensor) -> Tensor:
 def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
     state, observation, counts, sizes, beside = due
     positions = state.positions()
-    if counts.dim() > 1:
-        _check_heads(state, observation)
     stored = (positions >= 0).sum(-1)
     if state.plan.ranks.all((_most(counts, sizes, beside) >= stored).all()):
         if state.plan.scores_stay:

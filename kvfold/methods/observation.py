@@ -347,7 +347,10 @@ class Observation:
         return logits
 
     def window_attention(self, last: int) -> Tensor:
-        """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""
+        """Attention weights `[B, Hq, last, T]` of the last queries, float32.
+
+        Queries that see no stored entry, as padding, have rows of 0.
+        """
         if last == 1 and self.attention is not None:
             return self.attention
         assert self.query_positions is not None
@@ -361,7 +364,9 @@ class Observation:
             rows = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
         else:
             rows = logits.softmax(-1)
-        return rows.masked_fill((at < 0)[:, None, :, None], 0.0)
+        blind, grouped = hidden.all(-1, keepdim=True), rows.unflatten(1, (entries.shape[1], -1))
+        seen: Tensor = grouped.masked_fill(blind, 0.0).flatten(1, 2)
+        return seen
 
     def group_mean(self, per_query_head: Tensor) -> Tensor:
         """Mean over the query heads of each group: `[B, Hq, …]` → `[B, H, …]`."""

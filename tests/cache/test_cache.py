@@ -124,6 +124,10 @@ def test_evicted_tokens_are_not_taken_back(model):
         cache.crop(-40)
     with pytest.raises(KvfoldError, match="minus"):
         cache.crop(40)
+    with pytest.raises(KvfoldError, match="cannot drop 65 tokens of 64"):
+        cache.crop(-65)
+    with pytest.raises(KvfoldError, match="cannot drop 1 tokens of 0"):
+        CompressedCache(model, "snapkv:window=8", 20).crop(-1)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["evicting", "frozen"])

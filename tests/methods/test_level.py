@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import IllegalComposition, parse
+from kvfold import IllegalComposition, UnsupportedModel, parse
 from kvfold.policies import policy
 from kvfold.store.dense import DenseStore
 from tests.helpers.budgets import SMALL
@@ -113,6 +113,12 @@ def test_a_budget_that_holds_all_evicts_nothing() -> None:
     )
     assert positions(levelled.cache) == positions(full.cache)
     assert same(decode(levelled), decode(full))
+
+
+def test_heads_of_latents_are_refused_as_without_it() -> None:
+    for spec in ("auto:window=8", "auto:window=8 + level"):
+        with pytest.raises(UnsupportedModel, match="latents, one for all heads"):
+            start(build("deepseek_v3"), spec, budget=None)
 
 
 def test_what_it_goes_with() -> None:

@@ -37,6 +37,7 @@ from kvfold import (
 from kvfold.jobs import executor as workers
 from kvfold.methods import registry
 from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.select.top import top
 from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.models import build, prompts
 from tests.helpers.registry import registry_restored
@@ -466,6 +467,38 @@ def test_nan_for_padding_alone_is_no_error(model):
 
 
 @dataclass(frozen=True)
+class Extreme(Method):
+    """One infinite score for all entries."""
+
+    highest: bool = False
+    recent: int = 0
+    decode: Literal["append", "hold", "every"] = "append"
+
+    def stages(self) -> Stages:
+        forced, every = Forced(recent=self.recent), int(self.decode == "every")
+        score = partial(constant, torch.inf if self.highest else -torch.inf)
+        return Stages(score=score, forced=forced, decode=self.decode, every=every)
+
+
+def constant(score: float, seen: Observation) -> Tensor:
+    return by_position(seen).fill_(score)
+
+
+@pytest.mark.parametrize("decode", ["append", "hold", "every"])
+@pytest.mark.parametrize("highest", [False, True])
+def test_infinite_scores_evict_no_forced_entry_and_keep_no_padding(model, highest, decode):
+    ids, mask = prompts((40, 15))
+    cache = CompressedCache(model, Extreme(highest, 4, decode), 12, protect=[(30, 34)])
+    kvfold.generate(model, ids, attention_mask=mask, cache=cache, max_new_tokens=5, do_sample=False)
+
+    for row, (first, forced) in enumerate([(0, {30, 31, 32, 33}), (25, set())]):
+        for kept in cache.positions(0)[row]:
+            assert {*kept.tolist()} >= forced | {40, 41, 42, 43}
+            assert int(kept.min()) >= first
+            assert len(kept) == (16 if decode == "append" else 12)
+
+
+@dataclass(frozen=True)
 class Padded(Method):
     """The newest tokens, with NaN where there is none."""
 
@@ -473,3 +506,69 @@ class Padded(Method):
         return Stages(
             score=lambda seen: by_position(seen).masked_fill(seen.positions < 0, torch.nan)
         )
+
+
+# --- slots and sizes -----------------------------------------------------------------------------
+
+SELECTIONS = {
+    "too_many": (lambda slots, stored: torch.arange(30).expand(*slots.shape[:2], 30), "more ent"),
+    "one_often": (lambda slots, stored: slots * 0, "slots that do not ascend"),
+    "unsorted": (lambda slots, stored: slots.flip(-1), "slots that do not ascend"),
+    "beyond": (lambda slots, stored: slots + stored - 12, "slots outside of 40 entries"),
+    "unforced": (lambda slots, stored: torch.arange(20, 32).expand_as(slots), "not all forced"),
+    "hole_last": (lambda slots, stored: slots.roll(-1, -1).index_fill(2, LAST, -1), "holes behind"),
+    "int32": (lambda slots, stored: slots.int(), r"torch.int32 \[1, 2, 12\]"),
+    "none": (lambda slots, stored: None, "a NoneType"),
+}
+LAST = torch.tensor([11])
+SCHEDULES = {
+    "short": lambda total, tokens, layers: [total // layers] * (layers - 1),
+    "negative": lambda total, tokens, layers: [-1] * layers,
+    "half": lambda total, tokens, layers: [0.5] * layers,
+    "none": lambda total, tokens, layers: None,
+}
+
+
+@dataclass(frozen=True)
+class Careless(Method):
+    """A method with one wrong stage."""
+
+    select: str = ""
+    schedule: str = ""
+    heads: bool = False
+
+    def stages(self) -> Stages:
+        return Stages(
+            score=by_position,
+            allocate=SCHEDULES[self.schedule] if self.schedule else uniform,
+            select=partial(selected, self.select) if self.select else None,
+            heads=halves if self.heads else None,
+        )
+
+
+def selected(kind: str, seen, scores, forced, positions, counts):
+    right = top(scores.masked_fill(forced, torch.inf), counts)
+    return SELECTIONS[kind][0](right, scores.shape[-1])
+
+
+def halves(scores: Tensor, per_head: Tensor) -> Tensor:
+    return per_head[:, None].expand(scores.shape[:2]) / 2
+
+
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_a_wrong_selection_is_refused_by_the_methods_name(model, kind):
+    cache = CompressedCache(model, Careless(kind), 12, protect=[(5, 8)])
+    told = f"^Careless:select={kind} selects {SELECTIONS[kind][1]}"
+    with pytest.raises(KvfoldError, match=told), torch.no_grad():
+        model(prompts((40,))[0], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_that_is_no_list_of_sizes_is_refused_by_the_methods_name(model, kind):
+    with pytest.raises(KvfoldError, match=f"^Careless:schedule={kind} allocates .* whole numbers"):
+        read(model, Careless(schedule=kind), prompts((40,))[0])
+
+
+def test_sizes_of_heads_that_are_no_integers_are_refused(model):
+    with pytest.raises(KvfoldError, match=r"heads torch.float32 \[1, 2\] where integers"):
+        read(model, Careless(heads=True), prompts((64,))[0])

@@ -15,7 +15,7 @@ from kvfold import KvfoldError
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import PADDED, WINDOW, ByHand, Head, best, newest
 from tests.helpers.caches import decode, positions, same, start
-from tests.helpers.models import build
+from tests.helpers.models import build, continuation, prompts
 from tests.helpers.rounds import assert_each_round, per_full_head
 from tests.helpers.truth import Reader
 
@@ -91,6 +91,23 @@ def test_the_last_scores_go_along_in_copies_crops_and_files(steps):
     for other in (twin, loaded):
         assert same(decode(other, 20), expected)
         assert positions(other.cache) == positions(reader.cache)
+
+
+@pytest.mark.parametrize("preset", ["scissorhands_kvcf", "scissorhands"])
+def test_a_short_row_of_a_batch_keeps_what_it_keeps_alone(preset):
+    """At 0.05 nothing of 12 tokens stays, so queries of the window are older than all entries."""
+    model, spec = build("llama"), f"{preset}:window=8 + every:interval=4"
+    (ids, mask), answer = prompts((40, 12)), continuation(2, 14)
+    both, alone = (
+        Reader(model, kvfold.CompressedCache(model, spec, 0.05), seen) for seen in (mask, None)
+    )
+    both(ids), alone(ids[1:, -12:])
+    for token in answer.split(1, 1):
+        both(token), alone(token[1:])
+    rows = [layer[1] for layer in positions(both.cache)]
+    assert [[[place - 28 for place in head] for head in row] for row in rows] == [
+        layer[0] for layer in positions(alone.cache)
+    ]
 
 
 def test_defaults_are_the_paper_s():

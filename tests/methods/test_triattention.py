@@ -23,7 +23,7 @@ from kvfold.methods.triattention import TriAttention, at_later_distances
 from kvfold.policies.method_policy import policy
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import PADDED, ByHand, Head, Layer, best, model_with
-from tests.helpers.caches import decode, kept, start
+from tests.helpers.caches import decode, kept, positions, start
 from tests.helpers.models import build
 from tests.helpers.observations import KEYS, QUERIES, D, T, observed
 from tests.helpers.rounds import assert_each_round
@@ -287,6 +287,15 @@ def test_one_set_for_the_model_is_of_one_size():
             kvfold.parse(f"triattention:scope=model + {other}").stages()
     assert kvfold.parse("triattention").by_head
     assert not kvfold.parse("triattention:scope=model").by_head
+
+
+def test_one_set_for_the_model_divides_a_budget_in_bytes_evenly():
+    spec = "triattention_official:prompt=counted + every:interval=4"
+    reader = start(build("llama"), spec, (64,), budget="20KB")
+    for _ in range(3):
+        decode(reader, 5)
+        (only,) = {tuple(head) for layer in positions(reader.cache) for head in layer[0]}
+        assert len(only) < 64
 
 
 def test_rounds_are_every_128_tokens_beside_the_prompt():

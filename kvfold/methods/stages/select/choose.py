@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Select, Stages
+from kvfold.methods.base import Stages
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.select.checked import checked_slots, shared_by_heads
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import kept_mask, lowest, top
 
@@ -64,20 +66,20 @@ def choose(
     over = bool((needed > counts).any())
     if stages.heads is not None:
         open_ = scores.masked_fill(forced | (positions < 0), -torch.inf)
-        counts = needed + stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
+        counts = needed + shared_by_heads(stages, open_, (counts - needed).clamp(min=0).amin(-1))
         if sizes is not None:
             counts = torch.where(sizes < 0, counts, sizes)
     counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
     if stages.select is not None:
         forced = forced & (positions >= 0)
-        slots = _selected(stages.select, observation, scores, forced, positions, counts, beside)
+        slots = _selected(stages, observation, scores, forced, positions, counts, beside)
     else:
         slots = top(with_forced(scores, forced, positions), counts)
     return Chosen(slots, over, scores, forced)
 
 
 def _selected(
-    select: Select,
+    stages: Stages,
     observation: Observation,
     scores: Tensor,
     forced: Tensor,
@@ -86,6 +88,7 @@ def _selected(
     beside: Tensor | None,
 ) -> Tensor:
     """Slots of the select stage, which sees only what counts in the budget, and those `beside`."""
+    select = partial(checked_slots, stages)
     if beside is None:
         return select(observation, scores, forced, positions, counts)
     counted, own = positions.masked_fill(beside, -1), counts - beside.sum(-1)
@@ -162,7 +165,17 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
     if scores.shape != wanted or not scores.is_floating_point():
         raise _refused(stages, wanted, f"{scores.dtype} {list(scores.shape)}")
     expanded = wanted[1] // heads
-    return scores if expanded == 1 else scores.unflatten(1, (heads, expanded)).mean(2)
+    if expanded > 1:
+        scores = scores.unflatten(1, (heads, expanded)).mean(2)
+    return _finite(scores)
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """Scores `[B, H, T]` without infinities, as forced entries and padding alone have them; not
+    copied for each head where all share them."""
+    limits, shared = torch.finfo(scores.dtype), scores.stride(1) == 0
+    bounded = (scores[:, :1] if shared else scores).clamp(limits.min, limits.max)
+    return bounded.expand_as(scores)
 
 
 def per_observed_head(of_stored: Tensor, observation: Observation) -> Tensor:
