@@ -106,14 +106,18 @@ def own_stages(stages: Stages) -> Stages:
 
 
 @torch.no_grad()
-def end_turn(model: PreTrainedModel, reader: CompressedCache, ids: Tensor) -> None:
+def end_turn(
+    model: PreTrainedModel, reader: CompressedCache, ids: Tensor, chunk: int | None = None
+) -> None:
     """Reads the rest of a turn, `ids [1, N]`, into a fork of `fork_within`, and compresses it.
 
-    After an error the fork must not be used again.
+    `chunk`: tokens per forward; None: all at once. After an error the fork must not be used again.
     """
     reader.phase.frozen = False
+    rest = ids[:, reader.get_seq_length() :]
     try:
         with reader.reading(until=ids.shape[1]):
-            read_tokens(model, ids[:, reader.get_seq_length() :], reader, None)
+            for piece in rest.split(chunk or max(1, rest.shape[1]), 1):
+                read_tokens(model, piece, reader, None)
     finally:
         reader.phase.frozen = True

@@ -154,6 +154,7 @@ def command(
     from kvfold.methods.registry import listed
 
     largest = int(Budget.bytes(body).amount)
+    api_key = api_key and api_key.strip()  # files of secrets end with a line break
     if engine == "vllm":
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")

@@ -22,8 +22,13 @@ class ContextPipeline(Pipeline):
     The document is read and compressed once, and each question reads it alone. A list of documents
     gives a list. `method`, `budget`, and options of `kvfold.compress` and `Context.ask`, are given
     when the pipeline is made or called. Raises KvfoldError without a question, for documents and
-    questions that are no texts, and what both raise.
+    questions that are no texts, for batches of documents, and what both raise.
     """
+
+    def __call__(self, documents: Any, *, batch_size: int | None = None, **options: Any) -> Any:  # type: ignore[override]
+        if (batch_size or self._batch_size or 1) > 1:
+            raise KvfoldError("documents are read one by one: leave out batch_size=")
+        return super().__call__(documents, **options)  # type: ignore[no-untyped-call]
 
     def _sanitize_parameters(
         self,

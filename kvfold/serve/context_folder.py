@@ -52,6 +52,12 @@ class ContextFolder:
             if re.fullmatch(CONTEXT_ID, path.stem):
                 yield path.stem, path
 
+    def unnamed(self) -> Iterator[KvfoldError]:
+        """One error for each file whose name is no id."""
+        for path in sorted(self.path.glob(f"*{SUFFIX}")):
+            if not re.fullmatch(CONTEXT_ID, path.stem):
+                yield KvfoldError(f"{path}: rename it, {path.stem!r} is no id ({CONTEXT_ID})")
+
     def close(self) -> None:
         """Removes a temporary folder."""
         if self.private:

@@ -91,6 +91,15 @@ class ContextPool(Pool[Context]):
             self._free(before - held.size)
         except KvfoldError as problem:
             log.info("context %s does not shrink: %s", held.id, problem)
+        except BaseException:
+            # Some layers have shrunk; a file has all of the larger context.
+            if held.unwritten:
+                held.note(held.value)
+                self._free(before - held.size)
+            else:
+                held.value = None
+                self._free(before)
+            raise
         finally:
             held.moving = False
             self._forget_if_unused(held)

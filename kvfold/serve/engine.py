@@ -144,7 +144,9 @@ class Engine:
                 rest = list(chain(*turns))
                 self.prompts.check_length(len(rest))
                 ids = context.ids[0].tolist() + rest
-                yield self._reader(context, turns), ids, context.ids.shape[1]
+                reader = self._fork(context)
+                self._read_turns(reader, context, turns)
+                yield reader, ids, context.ids.shape[1]
             return
         parts: list[str] = []
         if isinstance(request, ChatRequest):
@@ -165,32 +167,34 @@ class Engine:
                 return
             held, rest = found
             try:
-                context = stack.enter_context(self.contexts.reading(held.id))
-            except ApiError as gone:
-                log.warning("a prompt begins with context %s, but %s", held.id, gone)
+                context = stack.enter_context(self.contexts.reading(held.id, held))
+                reader = self._fork(context)
+            except ApiError as refused:
+                log.warning("a prompt begins with context %s, but %s", held.id, refused)
                 yield CompressedCache(self.model, "full"), ids, 0
             else:
-                turns = self._split_question(request, rest)
-                ids = context.ids[0].tolist() + rest
-                yield self._reader(context, turns), ids, context.ids.shape[1]
+                self._read_turns(reader, context, self._split_question(request, rest))
+                yield reader, context.ids[0].tolist() + rest, context.ids.shape[1]
 
-    def _reader(self, context: Context, turns: list[list[int]]) -> CompressedCache:
-        """A fork of the context's cache; with a chat budget, it has read all turns but the last.
-
-        `turns` are token ids, the question last. Raises ApiError if the context cannot be forked
-        within a budget.
-        """
+    def _fork(self, context: Context) -> CompressedCache:
+        """A fork of the context's cache; ApiError if it cannot be one within the chat budget."""
         if self.settings.chat_budget is None:
             return fork(context.cache)
         try:
-            reader = fork_within(context.cache, self.settings.chat_budget)
+            return fork_within(context.cache, self.settings.chat_budget)
         except KvfoldError as refused:
             raise ApiError(400, f"this server bounds conversations: {refused}") from refused
+
+    def _read_turns(
+        self, reader: CompressedCache, context: Context, turns: list[list[int]]
+    ) -> None:
+        """With a chat budget, reads all `turns` of token ids but the last, the question."""
+        if self.settings.chat_budget is None:
+            return
         ids = context.ids
         for turn in filter(None, turns[:-1]):
             ids = torch.cat([ids, ids.new_tensor([turn])], 1)
-            end_turn(self.model, reader, ids)
-        return reader
+            end_turn(self.model, reader, ids, self.settings.prefill_chunk)
 
     def _split_question(
         self, request: ChatRequest | CompletionRequest, rest: list[int]
@@ -264,7 +268,7 @@ class Engine:
         """
         self.start_job(cancelled)
         self.contexts.check_new(request.id)
-        parts = self.opening(request.text)
+        self.opening(request.text)
         with refusals():
             method = self.clients_method(request.method or self.settings.method)
             budget = request.budget
@@ -285,6 +289,8 @@ class Engine:
                 keep_scores=self.settings.shrink is not None and is_nested(method),
             )
         self.check_wanted()
+        # The template's opening as it was read: some tell the date.
+        parts = self.prompts.split(context.frame.before, self.prompts.client_text(request.text))
         parts[-1] += SEPARATOR
         return self.contexts.add(context, request.id, {TEXT: PrefixKey.of(key_bytes(parts))})
 
@@ -315,8 +321,10 @@ class Engine:
         self.workers.cancel()
         self.workers.close()
         self._hook.remove()
-        self.contexts.close()
-        self.sessions.held.close()
+        try:
+            self.contexts.close()
+        finally:
+            self.sessions.held.close()
 
     def start_job(self, cancelled: Event) -> None:
         """Notes the cancel flag of this thread's job, and sets its token count to zero."""

@@ -17,6 +17,8 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import Generic
 
+import torch
+
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.errors import ApiError
@@ -24,6 +26,8 @@ from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
 from kvfold.serve.stored import Stored, Value, size_of
 
 log = logging.getLogger(__name__)
+# Errors of a save; a write packs entries, and may run out of memory.
+UNWRITTEN = (KvfoldError, MemoryError, torch.OutOfMemoryError)
 PATIENCE = 0.5  # seconds after which a request that waits asks whether anyone wants it still
 
 
@@ -70,13 +74,15 @@ class Pool(Generic[Value]):
             return self._named(name)
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[Value]:
+    def reading(self, name: str, found: Stored[Value] | None = None) -> Iterator[Value]:
         """The item of that id, kept in memory for the block.
 
-        Raises ApiError if it is missing or unreadable.
+        Raises ApiError if it is missing or unreadable, or another one than was `found` before.
         """
         with self._changed:
             held = self._named(name)
+            if found is not None and held is not found:
+                raise ApiError(404, f"the {self.noun} {name!r} was replaced")
             held.readers += 1
             self._held.move_to_end(name)
             try:
@@ -152,6 +158,7 @@ class Pool(Generic[Value]):
             except Exception as problem:
                 # Its traceback holds the tensors that were loaded.
                 yield problem.with_traceback(None)
+        yield from self.folder.unnamed()
 
     def close(self) -> None:
         """Writes what is only in memory to a named folder; all requests have ended."""
@@ -161,7 +168,7 @@ class Pool(Generic[Value]):
                     if held.value is not None and held.unwritten:
                         try:
                             self._save(held, self.folder.file(held.id))
-                        except KvfoldError as problem:
+                        except UNWRITTEN as problem:
                             log.error("%s %s is lost: %s", self.noun, held.id, problem)
         self.folder.close()
 
@@ -291,7 +298,7 @@ class Pool(Generic[Value]):
             held.value = None
             self._free(held.size)
             self.to_disk += 1
-        except KvfoldError as problem:
+        except UNWRITTEN as problem:
             raise ApiError(
                 503, f"the server cannot move {self.noun}s to its disk", retry_after=60
             ) from problem

@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 MOST_ENTRIES, MOST_CHARACTERS = 4096, 500
 # Lower case: ids never collide on case-insensitive file systems. No dots or slashes: no paths.
 CONTEXT_ID = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+# Header that names a session, for clients that cannot add fields.
+SESSION = "x-kvfold-session"
 
 
 def _of_whole_characters(text: str) -> str:

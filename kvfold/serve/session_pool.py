@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvfold.contexts.session import Session
-from kvfold.errors import KvfoldError
 from kvfold.serve.errors import ApiError
 from kvfold.serve.longest_prefix import PrefixKey
-from kvfold.serve.pool import Pool
+from kvfold.serve.pool import UNWRITTEN, Pool
 from kvfold.serve.stored import Stored
 
 log = logging.getLogger(__name__)
@@ -106,5 +105,5 @@ class SessionPool(Pool[Session]):
         if held.value is not None and not self.folder.private:
             try:
                 self._write(held)
-            except KvfoldError as problem:
+            except UNWRITTEN as problem:
                 log.error("the last change of session %s is in memory only: %s", held.id, problem)

@@ -102,6 +102,8 @@ class ServerSettings:
             )
         if self.api_key is not None and not self.api_key.strip():
             raise KvfoldError("the API key is empty: set one, or leave it out")
+        if self.api_key is not None and self.api_key != self.api_key.strip():
+            raise KvfoldError("the API key begins or ends with white space: leave that out")
         _check_sessions(self.session_method, self.session_budget)
         if self.chat_budget is not None:
             _check_chats(self.method, self.chat_budget)

@@ -48,6 +48,8 @@ def test_what_is_no_text_is_refused():
             pipe(DOCUMENT, questions=questions)
     with pytest.raises(KvfoldError, match="a document must be a text, not int"):
         pipe(3, question=QUESTION)
+    with pytest.raises(KvfoldError, match="leave out batch_size="):
+        pipe([DOCUMENT, DOCUMENT], question=QUESTION, batch_size=2)
 
 
 def test_every_option_of_compress_reaches_it():

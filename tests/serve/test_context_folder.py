@@ -129,6 +129,23 @@ def test_odd_files_are_left_out(holder, made, tmp_path):
     assert all(f"{name}.kvfold" in problems for name in ("dangling", "deep", "folder", "pipe"))
 
 
+def test_where_memory_lacks_for_one_file_the_others_are_saved(holder, made, tmp_path, monkeypatch):
+    contexts = holder(5, folder=tmp_path / "kept")
+    for i in range(3):
+        contexts.add(made[i], f"c{i}")
+    save_all = write.save_file
+
+    def short_of_memory(tensors: Any, file: Path, *rest: Any) -> None:
+        if file.name.startswith(".c0."):
+            raise torch.OutOfMemoryError("no room for a copy")
+        save_all(tensors, file, *rest)
+
+    monkeypatch.setattr(write, "save_file", short_of_memory)
+    contexts.close()
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert kept == ["c1.kvfold", "c2.kvfold"]
+
+
 def test_a_file_that_is_lost_or_altered_is_told(holder, made):
     contexts = holder(1.5)
     for i in range(2):
@@ -156,7 +173,8 @@ def test_a_named_folder_outlives_the_holder(holder, made, tmp_path):
     (folder / "No-Id.kvfold").write_bytes(b"other")
     again = holder(1.5, folder=folder)
     problems = list(again.adopt())
-    assert len(problems) == 1 and "broken.kvfold" in str(problems[0])
+    assert "broken.kvfold" in str(problems[0])
+    assert "rename it, 'No-Id' is no id" in str(problems[1]) and len(problems) == 2
     assert [held.id for held in again.all()] == ["c1", "c2"] and in_memory(again) == ["c2"]
     with again.reading("c1") as context:
         alone = made[1].ask(QUESTION, max_new_tokens=6)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kvfold
+from kvfold.cache import shrink as shrinking
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files.format import read_header
 from kvfold.serve import context_pool
@@ -124,6 +125,34 @@ def test_a_context_shrinks_without_a_second_cache(model, tokenizer, holder, made
         contexts._shrink(stored, 20)
     assert not any(store() for store in held) and stored.value is context
     assert contexts.nbytes == counted(contexts) == stored.size
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_context_that_is_half_shrunk_is_counted_or_comes_back(
+    model, tokenizer, holder, on_disk, monkeypatch
+):
+    contexts = holder(10)
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "knorm", 40, keep_scores=True)
+    alone = context.ask(QUESTION, max_new_tokens=6)
+    stored = contexts.add(context)
+    if on_disk:
+        with contexts._changed:
+            contexts._write(stored)
+    evict, evicted = shrinking.bring_to_budget, []
+
+    def short_of_memory(*args: Any) -> None:
+        if len(evicted) == 2:
+            raise torch.OutOfMemoryError("no room for the next layer")
+        evicted.append(args)
+        evict(*args)
+
+    monkeypatch.setattr(shrinking, "bring_to_budget", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError), contexts._changed:
+        contexts._shrink(stored, 20)
+    assert contexts.nbytes == counted(contexts) and stored.idle
+    if on_disk:
+        with contexts.reading(stored.id) as read:
+            assert read.ask(QUESTION, max_new_tokens=6) == alone
 
 
 def test_a_context_is_written_once(holder, made, monkeypatch):

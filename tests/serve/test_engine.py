@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from transformers.utils import chat_template_utils
 
+import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.serve.context_pool import TEXT
+from tests.helpers.chats import chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.longrope import longrope, notices_drops
 from tests.helpers.models import build
@@ -131,6 +136,80 @@ def test_a_context_deleted_while_it_is_read_goes_on_for_its_reader(server, model
         assert reading.result() == alone
     until(lambda: server.engine.contexts.nbytes == before)
     assert server.chat(QUESTION, context_id=name).status_code == 404
+
+
+def test_a_context_replaced_after_it_was_found_answers_nothing(model):
+    words = DOCUMENT.split()
+    text, other = " ".join(words[:60]), " ".join(reversed(words[:60]))
+    with running(model, word_tokenizer()) as server:
+        server.create(text, id="a")
+        engine = server.engine
+        find = engine._longest_prefix
+
+        def replaced_meanwhile(*prompt: Any) -> Any:
+            found = find(*prompt)
+            engine.contexts.delete("a")
+            engine.contexts.add(kvfold.compress(model, word_tokenizer(), other, "snapkv", 40), "a")
+            return found
+
+        asked = f"{text}\n\n{QUESTION}"
+        alone = server.says(asked, prefix_cache=False)
+        engine._longest_prefix = replaced_meanwhile
+        answer = server.chat(asked).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert answer["choices"][0]["message"]["content"] == alone
+
+
+def test_a_context_that_no_chat_budget_fits_is_read_as_text_unless_it_is_named(model):
+    asked = f"{DOCUMENT}\n\n{QUESTION}"
+    with running(model, word_tokenizer(), chat_budget=40) as server:
+        alone = server.says(asked)
+        server.create(DOCUMENT, id="a", method="snapkv:window=64", budget=100)
+        assert server.says(asked) == alone
+        assert server.chat(QUESTION, context_id="a").status_code == 400
+
+
+def test_a_context_is_found_on_the_day_that_its_template_tells(model, monkeypatch):
+    """By its text alone, as where a document's last token merges with the blank line after it."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.datetime(2026, 11, day)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    tokenizer, day = chat_tokenizer(), 1
+    tokenizer.chat_template = "{{ strftime_now('we %d ') }}" + tokenizer.chat_template
+    with running(model, tokenizer) as server:
+        find, cached = server.engine.contexts.longest, []
+        monkeypatch.setattr(
+            server.engine.contexts,
+            "longest",
+            lambda kind, data: find(kind, data) if kind == TEXT else None,
+        )
+        for day in (1, 2):
+            server.create(DOCUMENT, id=f"on-{day}")
+            usage = server.chat(f"{DOCUMENT}\n\n{QUESTION}").json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[1] > 0
+
+
+def test_turns_within_a_chat_budget_are_read_in_chunks(model):
+    earlier = {"role": "user", "content": " ".join(DOCUMENT.split()[:60])}
+    turns = [earlier, {"role": "assistant", "content": "sky"}, {"role": "user", "content": "go"}]
+    with running(model, word_tokenizer(), chat_budget=40) as server:
+        whole = server.says("", messages=turns, context_id=server.create(DOCUMENT))
+    sizes: list[int] = []
+    with running(model, word_tokenizer(), chat_budget=40, prefill_chunk=16) as server:
+        name = server.create(DOCUMENT)
+        hook = model.register_forward_pre_hook(
+            lambda *call: sizes.append(call[-1]["input_ids"].shape[1]), with_kwargs=True
+        )
+        try:
+            assert server.says("", messages=turns, context_id=name) == whole
+        finally:
+            hook.remove()
+    assert max(sizes) == 16 and len(sizes) > 5
 
 
 def test_a_stop_lets_what_was_accepted_end(model):

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 import kvfold
 from kvfold.cache.layer import CompressedLayer
@@ -360,6 +361,20 @@ def test_a_save_that_fails_keeps_the_session_usable(model, tmp_path, monkeypatch
             assert turn(server, session, tool(0)).status_code == 500
         assert not about(server, session)["in_use"]
         assert said(turn(server, session, tool(1)))
+
+
+def test_a_turn_that_memory_lacks_to_save_is_answered_and_counted_once(
+    model, tmp_path, monkeypatch
+):
+    def short_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for a copy")
+
+    with running(model, word_tokenizer(), folder=tmp_path / "kept") as server:
+        session = begin(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(kvfold.Session, "save", short_of_memory)
+            assert said(turn(server, session, tool(0)))
+        assert about(server, session)["turns"] == 1
 
 
 def test_limits_of_a_text_hold_for_messages(model):

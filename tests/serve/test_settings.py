@@ -21,6 +21,7 @@ from kvfold.serve.settings import ServerSettings
         ({"session_method": "streaming_llm:sinks=9", "session_budget": 8}, "at least 9"),
         ({"method": "snapkv", "chat_budget": 31}, "at least 32 .* chat_budget is 31: raise it"),
         ({"chat_budget": 0}, "at least 1 .* chat_budget is 0: raise it"),
+        ({"api_key": "secret\n"}, "begins or ends with white space"),
         ({"client_timeout": math.inf}, "finite number of seconds, not inf: choose"),
         ({"client_timeout": math.nan}, "finite number of seconds, not nan: choose"),
         ({"client_timeout": 0.0}, "positive, finite number"),

@@ -18,7 +18,7 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.limits import RESERVATION
 from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.openai_format import ChatWriter, CompletionWriter, events, whole
-from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
+from kvfold.serve.request_schemas import SESSION, ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
 from kvfold.serve.routes.hangup import unless_gone
 from kvfold.serve.worker_threads import WorkerJob
@@ -26,8 +26,6 @@ from kvfold.serve.worker_threads import WorkerJob
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
-# Header that names a session, for clients that cannot add fields.
-SESSION = "x-kvfold-session"
 
 
 class EventStream(StreamingResponse):

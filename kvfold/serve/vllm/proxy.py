@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.request_schemas import (
+    SESSION,
     AnswerRequest,
     ChatRequest,
     CompletionRequest,
@@ -111,6 +112,8 @@ class Proxy:
 
         Its text is compressed first, or the context that it names is levelled.
         """
+        if SESSION in request.headers:
+            raise _without_sessions()
         found = await run_in_threadpool(_naming_a_context, body, kind)
         if found is None:
             return None
@@ -198,11 +201,7 @@ def _naming_a_context(body: bytes, kind: type[A]) -> _OverContext[A] | None:
     if not isinstance(found, dict):
         return None
     if found.get("session_id") is not None:
-        raise ApiError(
-            400,
-            "vLLM serves contexts, and no sessions: for these run kvfold serve without --engine",
-            param="session_id",
-        )
+        raise _without_sessions()
     text = found.pop("context", None)
     if found.get("context_id") is None and text is None:
         return None
@@ -212,6 +211,14 @@ def _naming_a_context(body: bytes, kind: type[A]) -> _OverContext[A] | None:
         return _OverContext(kind.model_validate_json(json.dumps(found)), text)
     except ValidationError as problem:
         raise invalid(problem.errors()) from None
+
+
+def _without_sessions() -> ApiError:
+    return ApiError(
+        400,
+        "vLLM serves contexts, and no sessions: for these run kvfold serve without --engine",
+        param="session_id",
+    )
 
 
 def _is_text(found: Any) -> bool:

@@ -280,6 +280,14 @@ def test_what_cannot_be_asked_is_refused_with_the_reason(vllm, changes, status, 
     assert vllm.seen == []
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Kvfold-Session": "a"}])
+def test_sessions_are_refused_by_field_and_by_header(vllm, headers):
+    body = CHAT if headers else CHAT | {"session_id": "a"}
+    answer = vllm.ask("POST", "/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 400 and "no sessions" in answer.json()["error"]["message"]
+    assert vllm.seen == []
+
+
 @pytest.mark.parametrize("prompt", ["", [], [12]])
 def test_prompts_that_are_none_are_refused(vllm, prompt):
     assert vllm.ask("POST", "/v1/completions", json=TEXT | {"prompt": prompt}).status_code == 400
