@@ -8,6 +8,7 @@ import numbers
 import operator
 import re
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, Literal
 
 from kvfold.errors import BudgetError
@@ -94,7 +95,7 @@ class Budget:
         if re.fullmatch(r"-?\d*\.\d+|\d+\.", text):
             return cls.ratio(float(text))
         if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)%", text):
-            return cls.ratio(float(text[:-1]) / 100)
+            return cls.ratio(float(Decimal(text[:-1]) / 100))
         return cls.bytes(text)
 
     def for_each(self, rows: int) -> Budget:

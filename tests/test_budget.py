@@ -90,6 +90,10 @@ def test_of_agrees_with_the_named_constructors():
     assert Budget.bytes("512") == Budget.bytes(512) != Budget.of("512")
 
 
+def test_percent_are_the_ratio_that_they_say():
+    assert [Budget.of(text).amount for text in ("33.3%", "0.7%", "14.2%")] == [0.333, 0.007, 0.142]
+
+
 def test_a_budget_is_its_own_value():
     budget = Budget.ratio(0.3)
     assert Budget.of(budget) is budget

@@ -103,7 +103,8 @@ def check(
         words=splitter()[1],
     )
     subject = EvaluatedModel.of(_name(model), model, tokenizer)
-    run = sha256(subject.model_dump_json() + protocol.model_dump_json() + __version__)
+    code = __version__ + str(commit())
+    run = sha256(subject.model_dump_json() + protocol.model_dump_json() + code)
     store = CheckStore(run, None if out is None else Path(out))
     measured = PromptMeasurements(model, tokenizer, store, tokens, protocol.limit, say)
     shown: dict[str, list[CheckCell]] = {}

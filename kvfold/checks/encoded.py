@@ -78,10 +78,10 @@ def _encode(
         pieces += text_of_tokens(tokenizer, group, torch.tensor([own]))
     spans = {}
     if prompt.system is not None:
-        spans[SYSTEM] = _tokens_of(pieces, "".join(pieces).find(prompt.system), prompt.system)
+        system = prompt.system.strip()  # as many templates do
+        spans[SYSTEM] = _tokens_of(pieces, "".join(pieces).find(system), system)
     for name, span in prompt.spans.items():
-        text = prompt.prompt or prompt.context or ""
-        spans[name] = _located(pieces, span, base, base + len(text))
+        spans[name] = _located(pieces, span, base, prompt)
         if spans[name][1] > (context or len(pieces)):
             raise KvfoldError(f"the span {name!r} is in the question, which is not compressed")
     for name, (start, stop) in spans.items():
@@ -152,17 +152,23 @@ def _groups(tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt) -> tuple[li
     ], len(frame.before)
 
 
-def _located(pieces: Sequence[str], span: str | tuple[int, int], base: int, end: int) -> Span:
-    """Tokens of a span: of its text, which must occur once, or of characters of `base` to `end`."""
+def _located(
+    pieces: Sequence[str], span: str | tuple[int, int], base: int, prompt: CheckPrompt
+) -> Span:
+    """Tokens of a span of a prompt that begins at `base`: of its text, which must occur once, or of
+    characters.
+    """
     text = "".join(pieces)
     if isinstance(span, str):
-        if text.count(span) != 1:
+        end = base + len(prompt.prompt) if prompt.prompt else len(text)
+        found = text.count(span, base, end)
+        if found != 1:
             raise KvfoldError(
-                f"the span {span[:40]!r} occurs {text.count(span)} times in the prompt, not once"
+                f"the span {span[:40]!r} occurs {found} times in the prompt, not once"
             )
-        return _tokens_of(pieces, text.find(span), span)
+        return _tokens_of(pieces, text.find(span, base, end), span)
     start, stop = span
-    if not 0 <= start < stop <= end - base:
+    if not 0 <= start < stop <= len(prompt.prompt or prompt.context or ""):
         raise KvfoldError(f"the span {span} is no range of characters of the prompt")
     return _tokens_of(pieces, base + start, text[base + start : base + stop])
 

@@ -90,6 +90,8 @@ def command(
 ) -> None:
     """Measure methods beside the full cache, in turns: time, bytes, peak memory."""
     _check_given(ctx, throughput, peer or [])
+    if out.suffix == ".png":
+        raise KvfoldError(f"{out} is where the picture goes: name the records, such as bench.jsonl")
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         import torch

@@ -12,7 +12,15 @@ from rich.text import Text
 
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
-from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
+from kvfold.cli.options import (
+    AllowLonger,
+    Json,
+    ModelName,
+    check_own,
+    loading,
+    read_text,
+    with_options,
+)
 from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, check_name, load
@@ -85,6 +93,7 @@ def command(
     contenders(named, amounts, question_aware)
     limits_of(tolerance)
     check_apart([out, *(out / made for made in (RECORDS, RESULT, PAGE))], [prompts, attacks])
+    check_own(out / RESULT, out / PAGE)
     several(prompts_of(prompts))
     requests = [ATTACK] if attacks is None else read_text(attacks).splitlines()
     check_name(model, loading)

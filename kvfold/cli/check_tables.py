@@ -17,6 +17,7 @@ def cells_table(result: CheckResult) -> Table:
     shown = table(title, "method", "budget", *names, right=("budget", *names))
     for column in shown.columns:  # rather a method in two lines than a number
         column.no_wrap = column.justify == "right"
+    shown.columns[0].min_width = 8
     for cell in result.cells:
         answers = cell.lengths
         shown.add_row(

@@ -50,9 +50,14 @@ def command(
     codec: Annotated[
         str | None, typer.Option(help="kvtc: the basis of a codec of context files, no scorer.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The scorer's file.")] = Path(
-        "scorer.safetensors"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="What is written; by default scorer.safetensors, or the fitted method's name.",
+        ),
+    ] = None,
     passages: Annotated[
         int, typer.Option(min=4, help="Passages to read; every fourth is held out.")
     ] = 32,
@@ -74,7 +79,7 @@ def command(
         from kvfold.contexts.files.write import check_place
         from kvfold.fit.fit import FitResult, fit_scorer
         from kvfold.fit.kinds import other_fit
-        from kvfold.fit.passages import drawn, too_short
+        from kvfold.fit.passages import drawn, too_short, without_passage
         from kvfold.fit.target import target_method
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]
@@ -91,12 +96,16 @@ def command(
     else:
         target_method(scorer)
         fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)
+    out = out or Path(f"{'scorer' if other is None else _last_name(scorer)}.safetensors")
     check_place(out)
     check_apart([out], texts)
     whole = [read_text(path, encoding) for path in texts]
     read = drawn(whole, passages, words, seed)
     for place in too_short(whole, words):
         told = f"{texts[place]} has fewer than {words} words (--words), and is not used"
+        notes.print(told, soft_wrap=True)
+    if unread := len(without_passage(whole, passages, words)):
+        told = f"{unread} of {len(texts)} texts give no passage: raise --passages ({passages})"
         notes.print(told, soft_wrap=True)
     network, tokenizer = load(model, loading)
     with progress(notes) as bar:
@@ -114,6 +123,11 @@ def command(
         _print(result)
     else:
         _print_other(result, scorer)
+
+
+def _last_name(scorer: str) -> str:
+    """The name of a method, of a composition that of its last part."""
+    return scorer.rpartition("+")[2].partition(":")[0].strip()
 
 
 def _print_other(result: OtherFit, method: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvfold.cli.options import Json
+from kvfold.cli.options import Json, check_own
 from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
 from kvfold.terminal import messages, print_json
@@ -29,6 +29,7 @@ def command(
     with screen.status("importing torch and matplotlib"):
         from kvfold.report.load import load_results
         from kvfold.report.write import write
+    check_own(out / "index.html")
     results = load_results(records)
     with screen.status(f"drawing {len(results):,} records"):
         try:

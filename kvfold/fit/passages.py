@@ -79,10 +79,11 @@ ENDING = re.compile(r"(?<=[.!?])\s+")
 
 
 def drawn(texts: Sequence[str], count: int, words: int, seed: int) -> list[str]:
-    """`count` passages of about `words` words, equally many from each of `texts`, in random order.
+    """`count` passages of about `words` words, in turn from each of `texts`, in random order.
 
-    Half of them carry generated records, of each text every other one. Texts of fewer words, those
-    of `too_short`, give none. Raises KvfoldError if no text has enough.
+    Passages of one text may overlap. Half of them carry generated records, of each text every other
+    one. Texts of `too_short` and `without_passage` give none. Raises KvfoldError if all are too
+    short.
     """
     draw = random.Random(seed)
     pool = [split for text in texts if len(split := _words(text)) >= words]
@@ -105,6 +106,12 @@ def drawn(texts: Sequence[str], count: int, words: int, seed: int) -> list[str]:
 def too_short(texts: Sequence[str], words: int) -> list[int]:
     """Places of the texts that have fewer than `words` words, as no passage has."""
     return [place for place, text in enumerate(texts) if len(_words(text)) < words]
+
+
+def without_passage(texts: Sequence[str], count: int, words: int) -> list[int]:
+    """Places of the texts that are long enough, and yet none of `count` passages is drawn from."""
+    short = {*too_short(texts, words)}
+    return [place for place in range(len(texts)) if place not in short][count:]
 
 
 def _words(text: str) -> list[str]:

@@ -63,11 +63,16 @@ def conversation(
     """Segments of the chat template with messages `(role, text)`, up to where the answer begins.
 
     The template is given every text with a mark at each cut, so that whatever it does with them
-    the cuts stay where they are. Raises KvfoldError if none of several templates is the default.
+    the cuts stay where they are. Raises KvfoldError if none of several templates is the default, or
+    if it refuses the messages, as some do a system message.
     """
     mark = _absent_from("".join(text for _, text in messages))
     marked = [(role, mark.join(segments(tokenizer, text))) for role, text in messages]
-    return _rendered(tokenizer, marked, _takes_parts(tokenizer)).split(mark)
+    try:
+        return _rendered(tokenizer, marked, _takes_parts(tokenizer)).split(mark)
+    except REFUSALS as problem:
+        roles = ", ".join(role for role, _ in messages)
+        raise KvfoldError(f"the chat template refuses messages of {roles}: {problem}") from problem
 
 
 def _around_user(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

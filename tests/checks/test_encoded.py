@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -42,6 +44,26 @@ def test_spans_are_the_tokens_of_their_text(tokenizer) -> None:
     assert made.without(made.spans["sky"]).ids.shape[1] == made.ids.shape[1] - (
         made.spans["sky"][1] - made.spans["sky"][0]
     )
+
+
+def test_a_span_is_one_of_the_prompt_and_not_of_the_template(tokenizer) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "the sky " + tokenizer.chat_template
+    made = encode(tokenizer, CheckPrompt(prompt="go to the sky", spans={"a": "sky"}), False, 0)
+    assert made.spans["a"][0] > 4
+    with pytest.raises(KvfoldError, match="occurs 0 times"):
+        encode(tokenizer, CheckPrompt(prompt="we go", spans={"a": "sky"}), False, 0)
+
+
+def test_templates_may_trim_a_system_message_or_refuse_it(tokenizer) -> None:
+    messages = [{"role": "system", "content": f"{SYSTEM}\n"}, {"role": "user", "content": "Hello"}]
+    prompt, tokenizer = CheckPrompt.model_validate({"messages": messages}), copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }} {% endfor %}"
+    start, stop = encode(tokenizer, prompt, False, 0).spans["system"]
+    assert stop - start >= len(SYSTEM.split())
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(KvfoldError, match="refuses messages of system, user: System role not"):
+        encode(tokenizer, prompt, False, 0)
 
 
 def test_the_system_message_is_a_span_and_an_attack_comes_after_it(tokenizer) -> None:

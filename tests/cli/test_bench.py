@@ -26,6 +26,10 @@ def test_throughput_takes_no_options_of_the_rounds(given: tuple[str, ...]) -> No
     assert "--throughput" in said and said.endswith(f": leave out {given[0]}")
 
 
+def test_records_are_not_named_as_their_picture() -> None:
+    assert "where the picture goes" in refused("bench", "no-such-model", "--out", "b.png")
+
+
 def test_several_are_named_together() -> None:
     said = refused("bench", "m", "--throughput", "8+8", "--peer", "kvpress", "--lengths", "64")
     assert said.endswith(": leave out --lengths, --peer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,19 @@ def test_a_text_that_is_too_short_is_named(book, tmp_path):
     assert done.exit_code == 0 and out.exists()
     assert f"{short} has fewer than 80 words (--words), and is not used\n" in done.stdout
     assert "book.txt has" not in done.output
+
+
+def test_texts_beyond_the_passages_are_counted_and_the_file_has_the_scorer_s_name(
+    book, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    more = [tmp_path / f"{number}.txt" for number in range(4)]
+    for path in more:
+        path.write_text(Path(book).read_text())
+    options = ["--scorer", "triattention", "--passages", "4", "--words", "80"]
+    done = kvfold_command("fit", "bundled", str(book), *map(str, more), *options)
+    assert done.exit_code == 0 and Path("triattention.safetensors").exists()
+    assert "1 of 5 texts give no passage: raise --passages (4)\n" in done.stdout
 
 
 @pytest.mark.parametrize(

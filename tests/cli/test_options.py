@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
-from kvfold.cli.options import read_text
+from kvfold.cli.options import check_own, read_text
 from tests.helpers.commands import kvfold_command, refused
 
 
@@ -97,6 +97,23 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, encoding: str) -
     assert read_text(path, encoding) == "It rained."
     with pytest.raises(kvfold.KvfoldError, match="unknown encoding 'utf-9'"):
         read_text(path, "utf-9")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "ascii"])
+def test_a_text_in_another_encoding_is_refused_in_one_line(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes("Es regnet über Köln!".encode("latin-1") + b"\x00\xd8")
+    with pytest.raises(kvfold.KvfoldError, match=f"as {encoding}: .*give the right --encoding"):
+        read_text(path, encoding)
+
+
+def test_a_file_that_is_not_kvfold_s_is_not_written_over(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.html", tmp_path / "index.html"
+    own.write_text("Made with kvfold report")
+    check_own(own, tmp_path / "absent.html")
+    other.write_text("My home page")
+    for command in (["report", "records.jsonl"], ["check", "no/model", "prompts.jsonl"]):
+        assert "index.html is not of kvfold" in refused(*command, "--out", str(tmp_path))
 
 
 def test_version_and_short_help() -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.fit.passages import drawn, too_short
+from kvfold.fit.passages import drawn, too_short, without_passage
 from tests.fit.test_fit import WORDS
 
 
@@ -40,6 +40,7 @@ def test_as_many_texts_as_passages_give_half_of_them_records():
 def test_texts_that_give_no_passage_are_known():
     texts = ["a few words", "a\nb\nc\nd\ne", "a " * 9]
     assert too_short(texts, 5) == [0]
+    assert without_passage(texts, 1, 5) == [2] and not without_passage(texts, 2, 5)
     assert all("few" not in passage for passage in drawn(texts, 12, 5, seed=0))
 
 
