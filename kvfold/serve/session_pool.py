@@ -49,7 +49,6 @@ class SessionPool(Pool[Session]):
         """
         with self._changed:
             held, claimed = self._claimed(name, tokens)
-            self._held.move_to_end(name)
             try:
                 if held.value is None:
                     held.note(self._from_file(held))
@@ -81,6 +80,7 @@ class SessionPool(Pool[Session]):
                     f"session {name!r} is in use: send one request after the other",
                     code="session_in_use",
                 )
+            self._held.move_to_end(name)  # others make room
             size, there = held.size, held.value is not None
             growth = size + math.ceil(tokens * held.stats.nbytes_full / held.stats.seen)
             self._make_room(growth if there else growth + size)

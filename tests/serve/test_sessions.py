@@ -377,6 +377,17 @@ def test_a_turn_that_memory_lacks_to_save_is_answered_and_counted_once(
         assert about(server, session)["turns"] == 1
 
 
+def test_a_session_that_is_asked_is_not_moved_to_make_room_for_itself(model):
+    text = " ".join(DOCUMENT.split()[:60])
+    begun = kvfold.begin_session(model, word_tokenizer(), text, "knorm", BUDGET)
+    with running(model, word_tokenizer(), session_memory=int(5.5 * size_of(begun))) as server:
+        oldest, *_ = [begin(server, text=text, budget=BUDGET) for _ in range(5)]
+        held = server.engine.sessions.held
+        assert held.to_disk == 0
+        assert said(turn(server, oldest, max_tokens=2))
+        assert (held.to_disk, held.to_memory) == (1, 0)
+
+
 def test_limits_of_a_text_hold_for_messages(model):
     with running(model, word_tokenizer(), context_tokens=60) as server:
         session = begin(server)
