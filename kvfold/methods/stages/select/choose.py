@@ -171,8 +171,10 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
 
 
 def _finite(scores: Tensor) -> Tensor:
-    """Scores `[B, H, T]` without infinities, as forced entries and padding alone have them; not
-    copied for each head where all share them."""
+    """Scores `[B, H, T]` in their dtype's range: only forced entries and padding are infinite.
+
+    Scores that all heads share are not copied for each.
+    """
     limits, shared = torch.finfo(scores.dtype), scores.stride(1) == 0
     bounded = (scores[:, :1] if shared else scores).clamp(limits.min, limits.max)
     return bounded.expand_as(scores)
