@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
@@ -149,8 +148,8 @@ class PromptEncoder:
         try:
             parts = conversation(self.tokenizer, list(zip(roles, texts, strict=True)))
             dropped = _dropped(self.tokenizer, roles)
-        except TemplateError as problem:
-            raise ApiError(400, f"the chat template refuses: {problem}", param="messages") from None
+        except KvfoldError as problem:
+            raise ApiError(400, str(problem), param="messages") from None
         for index in dropped:
             if texts[index].strip():
                 raise ApiError(

@@ -190,8 +190,8 @@ def test_the_server_s_conversations_are_those_of_chats_within_a_budget(model, to
         with server.engine.contexts.reading(name) as context:
             chat, before = context.chat(budget=12), held(context)
             found: list[kvfold.CompressedCache] = []
-            stock = server.engine._reader
-            server.engine._reader = lambda *given: found.append(stock(*given)) or found[-1]
+            stock = server.engine._fork
+            server.engine._fork = lambda context: found.append(stock(context)) or found[-1]
             messages: list[dict[str, str]] = []
             for question in QUESTIONS[1:8]:
                 messages.append({"role": "user", "content": question})

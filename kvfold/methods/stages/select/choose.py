@@ -167,17 +167,9 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
     expanded = wanted[1] // heads
     if expanded > 1:
         scores = scores.unflatten(1, (heads, expanded)).mean(2)
-    return _finite(scores)
-
-
-def _finite(scores: Tensor) -> Tensor:
-    """Scores `[B, H, T]` in their dtype's range: only forced entries and padding are infinite.
-
-    Scores that all heads share are not copied for each.
-    """
-    limits, shared = torch.finfo(scores.dtype), scores.stride(1) == 0
-    bounded = (scores[:, :1] if shared else scores).clamp(limits.min, limits.max)
-    return bounded.expand_as(scores)
+    # Only forced entries and padding are infinite. Heads that share their scores are bounded once.
+    limits, one = torch.finfo(scores.dtype), scores if scores.stride(1) else scores[:, :1]
+    return one.clamp(limits.min, limits.max).expand_as(scores)
 
 
 def per_observed_head(of_stored: Tensor, observation: Observation) -> Tensor:
