@@ -157,3 +157,10 @@ def test_what_a_template_shortens_or_moves_is_not_dropped():
     assert "sky" not in said.replace(QUESTION, "") and "<assistant> blue" in said
     turns = [turn for i in range(12) for turn in (("user", f"{i}"), ("assistant", f"{i}"))]
     assert prompt_of(MOVED, ("system", "1"), *turns, USER).count("</s>") == 25
+
+
+def test_messages_that_the_template_refuses_are_a_client_s_error():
+    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    with pytest.raises(ApiError, match="refuses messages of system, user: no system") as refused:
+        prompt_of(gemma + BRANCHES, ("system", "we go"), USER)
+    assert refused.value.status_code == 400 and refused.value.param == "messages"
