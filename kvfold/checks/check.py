@@ -103,8 +103,9 @@ def check(
         words=splitter()[1],
     )
     subject = EvaluatedModel.of(_name(model), model, tokenizer)
-    code = __version__ + str(commit())
-    run = sha256(subject.model_dump_json() + protocol.model_dump_json() + code)
+    code = commit()
+    measures = subject.model_dump_json() + protocol.model_dump_json()
+    run = sha256(f"{measures}{__version__}{code}")
     store = CheckStore(run, None if out is None else Path(out))
     measured = PromptMeasurements(model, tokenizer, store, tokens, protocol.limit, say)
     shown: dict[str, list[CheckCell]] = {}
@@ -127,7 +128,7 @@ def check(
         certificates=tuple(certificates[m].signed(run + inputs.digest) for m in asked),
         notes=tuple(inputs.notes(tokenizer)),
         setup=MachineSetup.here(),
-        commit=commit(),
+        commit=code,
     ).signed()
 
 

@@ -12,17 +12,9 @@ from rich.text import Text
 
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
-from kvfold.cli.options import (
-    AllowLonger,
-    Json,
-    ModelName,
-    check_own,
-    loading,
-    read_text,
-    with_options,
-)
+from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
 

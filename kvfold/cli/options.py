@@ -228,13 +228,6 @@ def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:
     return [*documents, *map(Path, files_of(method).values())]
 
 
-def check_own(*paths: Path) -> None:
-    """Raises KvfoldError for a file that kvfold has not made, and would write over."""
-    for path in paths:
-        if path.is_file() and b"kvfold" not in path.read_bytes():
-            raise KvfoldError(f"{path} is not of kvfold: choose another folder with --out")
-
-
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a file, or of standard input for "-"; a byte order mark is no part of it.
 

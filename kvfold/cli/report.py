@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvfold.cli.options import Json, check_own
+from kvfold.cli.options import Json
 from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
+from kvfold.jobs.outputs import check_own
 from kvfold.terminal import messages, print_json
 
 

@@ -22,6 +22,13 @@ def check_apart(
             raise KvfoldError(f"{path} is read, and would be overwritten: {remedy}")
 
 
+def check_own(*paths: Path) -> None:
+    """Raises KvfoldError for a file that kvfold has not made, and would write over."""
+    for path in paths:
+        if path.is_file() and b"kvfold" not in path.read_bytes():
+            raise KvfoldError(f"{path} is not of kvfold: choose another folder with --out")
+
+
 def _same(one: Path, other: Path) -> bool:
     """True if both paths lead to one file or folder that exists."""
     try:

@@ -268,7 +268,7 @@ class Engine:
         """
         self.start_job(cancelled)
         self.contexts.check_new(request.id)
-        self.opening(request.text)
+        self.check_text(request.text)
         with refusals():
             method = self.clients_method(request.method or self.settings.method)
             budget = request.budget
@@ -294,14 +294,13 @@ class Engine:
         parts[-1] += SEPARATOR
         return self.contexts.add(context, request.id, {TEXT: PrefixKey.of(key_bytes(parts))})
 
-    def opening(self, text: str) -> list[str]:
-        """Segments of a template's opening and a text; ApiError for none or too many tokens."""
+    def check_text(self, text: str) -> None:
+        """Raises ApiError for a text that has no tokens, or too many, in a template's opening."""
         parts = self.prompts.split(self.prompts.frame.before, self.prompts.client_text(text))
         tokens = len(self.prompts.ids(parts))
         self.prompts.check_length(tokens)
         if not tokens:
             raise ApiError(400, "the text has no tokens", param="text")
-        return parts
 
     def clients_method(self, named: str) -> Method:
         """The method of a request, if this server's settings allow it; KvfoldError if not."""

@@ -54,7 +54,7 @@ class Sessions:
         engine, settings = self.engine, self.engine.settings
         engine.start_job(cancelled)
         self.held.check_new(request.id)
-        engine.opening(request.text)
+        engine.check_text(request.text)
         with refusals():
             session = begin_session(
                 engine.model,

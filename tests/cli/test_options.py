@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvfold
-from kvfold.cli.options import check_own, read_text
+from kvfold.cli.options import read_text
+from kvfold.jobs.outputs import check_own
 from tests.helpers.commands import kvfold_command, refused
 
 

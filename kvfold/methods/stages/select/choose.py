@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Stages
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.select.checked import checked_slots, shared_by_heads
+from kvfold.methods.stages.select.checked import check_head_sizes, check_slots, told
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import kept_mask, lowest, top
 
@@ -66,7 +65,9 @@ def choose(
     over = bool((needed > counts).any())
     if stages.heads is not None:
         open_ = scores.masked_fill(forced | (positions < 0), -torch.inf)
-        counts = needed + shared_by_heads(stages, open_, (counts - needed).clamp(min=0).amin(-1))
+        shared = stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
+        check_head_sizes(stages, shared, needed.shape)
+        counts = needed + shared
         if sizes is not None:
             counts = torch.where(sizes < 0, counts, sizes)
     counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
@@ -88,11 +89,14 @@ def _selected(
     beside: Tensor | None,
 ) -> Tensor:
     """Slots of the select stage, which sees only what counts in the budget, and those `beside`."""
-    select = partial(checked_slots, stages)
+    assert stages.select is not None
+    if beside is not None:
+        forced, counts = forced & ~beside, counts - beside.sum(-1)
+    counted = positions if beside is None else positions.masked_fill(beside, -1)
+    chosen = stages.select(observation, scores, forced, counted, counts)
+    check_slots(stages, chosen, forced, counts)
     if beside is None:
-        return select(observation, scores, forced, positions, counts)
-    counted, own = positions.masked_fill(beside, -1), counts - beside.sum(-1)
-    chosen = select(observation, scores, forced & ~beside, counted, own)
+        return chosen
     kept = beside | kept_mask(chosen, positions.shape[2])
     return top(with_forced(scores, kept, positions), kept.sum(-1))
 
@@ -160,10 +164,8 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
     if stored == 0 and observation.attention is not None:  # several layers at once, without entries
         stored = observation.attention.shape[-1]
     wanted = (*observation.keys.shape[:2], stored)
-    if not isinstance(scores, Tensor):
-        raise _refused(stages, wanted, f"a {type(scores).__name__}")
-    if scores.shape != wanted or not scores.is_floating_point():
-        raise _refused(stages, wanted, f"{scores.dtype} {list(scores.shape)}")
+    if not isinstance(scores, Tensor) or scores.shape != wanted or not scores.is_floating_point():
+        raise _refused(stages, wanted, scores)
     expanded = wanted[1] // heads
     if expanded > 1:
         scores = scores.unflatten(1, (heads, expanded)).mean(2)
@@ -187,8 +189,8 @@ def check_numbers(stages: Stages, scores: Tensor) -> None:
         )
 
 
-def _refused(stages: Stages, wanted: tuple[int, ...], given: str) -> KvfoldError:
+def _refused(stages: Stages, wanted: tuple[int, ...], given: object) -> KvfoldError:
     return KvfoldError(
-        f"{stages.method} scores with {given} where float32 {list(wanted)} is wanted: one number "
-        "for each entry of each KV head, as in observation.keys"
+        f"{stages.method} scores with {told(given)} where float32 {list(wanted)} is wanted: one "
+        "number for each entry of each KV head, as in observation.keys"
     )
