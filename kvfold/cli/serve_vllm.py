@@ -13,6 +13,7 @@ from kvfold.serve.vllm.versions import check_installed
 from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
+    from kvfold.jobs.compress import CompressOptions
     from kvfold.methods.stages.select.one_set import Rule
     from kvfold.serve.vllm.arrivals import Arrivals
 
@@ -67,9 +68,10 @@ def serve(
         from kvfold.serve.vllm.meta_model import MetaModel
         from kvfold.serve.vllm.per_layer.sizes import Parts, block_size
         from kvfold.serve.vllm.placeholders import ServedFolder
-    arrivals = None
+        from kvfold.serve.vllm.request import vocabulary
+    options = None
     if method is not None:
-        arrivals = _arrivals(model, folder, method, budget, level, contexts, parts is not None)
+        options = _compress_options(method, budget, level, parts is not None)
     place, config, dtype = _model(model)
     words = shlex.split(arguments)
     held = None if parts is None else Parts.of(parts, block_size(words))
@@ -79,6 +81,10 @@ def serve(
         held.check_layers(meta_model.layers)
     compatibility = CompatibilityCheck(served_folder, meta_model, dtype)
     tokenizer = AutoTokenizer.from_pretrained(place)
+    arrivals = None
+    if options is not None:
+        reader = f"{meta_model.identity(dtype)} {vocabulary(tokenizer)}"
+        arrivals = _arrivals(model, folder, options, reader, contexts)
     levels = arrivals is not None
     catalog = ContextCatalog(served_folder, compatibility, tokenizer, levels=levels)
     bound = listening(host, port)
@@ -102,22 +108,14 @@ def serve(
     run(engine, catalog, bound, body=body, arrivals=arrivals)
 
 
-def _arrivals(
-    model: str,
-    folder: Path,
-    method: str,
-    budget: str | None,
-    level: Rule | None,
-    contexts: int,
-    parts: bool,
-) -> Arrivals:
-    """Compression of texts on arrival, by a process of its own with the model `model`."""
+def _compress_options(
+    method: str, budget: str | None, level: Rule | None, parts: bool
+) -> CompressOptions:
+    """How texts are compressed on arrival; raises KvfoldError for what vLLM cannot hold."""
     from kvfold.cli.options import checked
-    from kvfold.jobs.compress import CompressOptions, worker_spec
-    from kvfold.jobs.processes import processes
+    from kvfold.jobs.compress import CompressOptions
     from kvfold.methods.base import parse
     from kvfold.serve.settings import ServerSettings
-    from kvfold.serve.vllm.arrivals import Arrivals
     from kvfold.serve.vllm.methods import level_for
 
     usual = BUDGET if parse(method).takes_budget else None
@@ -125,8 +123,18 @@ def _arrivals(
     # A method that prunes tokens between layers reads its text in one forward.
     chunk = None if chosen.stages().token_pruning else ServerSettings.prefill_chunk
     rule = level_for(chosen, level, parts=parts)
-    options = CompressOptions(chosen, limit, chunk, "at_end", 0, level=rule)
-    return Arrivals(folder, options, processes(worker_spec(model), 1), contexts)
+    return CompressOptions(chosen, limit, chunk, "at_end", 0, level=rule)
+
+
+def _arrivals(
+    model: str, folder: Path, options: CompressOptions, reader: str, contexts: int
+) -> Arrivals:
+    """Compression of texts on arrival, by a process of its own with the model `model`."""
+    from kvfold.jobs.compress import worker_spec
+    from kvfold.jobs.processes import processes
+    from kvfold.serve.vllm.arrivals import Arrivals
+
+    return Arrivals(folder, options, processes(worker_spec(model), 1), reader, contexts)
 
 
 def _model(name: str) -> tuple[str, Any, str]:

@@ -40,7 +40,7 @@ def decompressed(data: bytes, size: int, by: Compressor) -> bytes:
     try:
         if by == "deflate":
             engine = zlib.decompressobj()
-            found = engine.decompress(data, size)
+            found = engine.decompress(data, max(size, 1))  # 0 would be no bound
             whole = engine.eof
         else:
             import zstandard

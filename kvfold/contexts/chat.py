@@ -146,10 +146,13 @@ class Chat:
         self._check_length(asked, allow_longer)
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         cancelled = Event()
+        # A mode of the caller's thread, in which the reader's tensors may be made.
+        inference = torch.is_inference_mode_enabled()
 
         def work() -> None:
             try:
-                self._answer(asked, keep, stop_strings(stop), pieces.put, cancelled, options)
+                with torch.inference_mode(inference):
+                    self._answer(asked, keep, stop_strings(stop), pieces.put, cancelled, options)
             except BaseException as problem:
                 pieces.put(problem)
             pieces.put(None)

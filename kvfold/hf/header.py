@@ -121,7 +121,8 @@ def digest(text: str) -> str:
 def digest_of(tensor: Tensor) -> str:
     """Checksum of a CPU tensor's dtype, shape and bytes."""
     made = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
-    made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    if tensor.numel():  # an empty tensor may have strides that no view takes
+        made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

@@ -19,7 +19,7 @@ from kvfold.cache.stats import Stats
 from kvfold.codecs.codec import Kvtc, codec_of, spelled
 from kvfold.contexts import context
 from kvfold.contexts.files.format import Header, opened, read_header
-from kvfold.contexts.files.read import check_model
+from kvfold.contexts.files.read import check_model, keeps_scores
 from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
@@ -83,7 +83,7 @@ def check_options(path: Path, options: CompressOptions) -> None:
     limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
     chunk = options.prefill_chunk if options.compress == "per_chunk" else None
     codec = None if options.codec is None else spelled(codec_of(options.codec))
-    scores = any("scores" in layer.by_head for layer in header.layers)
+    scores = keeps_scores(header, options.file_method)
     entries = None if header.codec is None else header.codec.entries
     for option, found, wanted in (
         ("method", header.method, spelled_out(options.file_method)),

@@ -142,12 +142,15 @@ def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
         busy: dict[W, _Attempt[J, R]] = {}
         try:
             while True:
+                begun: dict[W, _Attempt[J, R]] = {}
                 while len(busy) < executor.count and (
                     attempt := lost.pop() if lost else next(waiting, None)
                 ):
                     worker = idle.pop() if idle else executor.start_worker()
+                    busy[worker] = begun[worker] = attempt
+                # A large job is taken only when its worker has loaded: by then all others load too.
+                for worker, attempt in begun.items():
                     executor.submit(worker, attempt.job)
-                    busy[worker] = attempt
                 if not busy:
                     return
                 for worker in executor.wait(list(busy)):

@@ -17,7 +17,7 @@ from kvfold.serve.request_schemas import CONTEXT_ID
 SUFFIX = ".kvfold"
 # Temporary files of a save whose process was killed. Younger ones may be another server's save
 # in progress; seconds.
-UNFINISHED, STALE = re.compile(r"\..+\.kvfold\.[0-9a-f]{32}\.tmp"), 3600.0
+UNFINISHED, STALE = re.compile(r"\.kvfold-[0-9a-f]{32}\.tmp"), 3600.0
 
 
 class ContextFolder:

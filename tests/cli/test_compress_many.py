@@ -194,3 +194,11 @@ def test_what_cannot_be_begun_is_refused(
     code, shown = command(*words, "--budget", "0.4")
     assert code == 2 and said in shown
     assert not list(folder.glob("*.kvfold"))
+
+
+def test_scores_that_a_method_keeps_for_itself_are_no_option(folder: Path) -> None:
+    documents = folder / "bell.txt", folder / "lamp.txt"
+    how = ("--method", "scissorhands_kvcf:window=8", "--budget", "0.4")
+    assert command(*documents, *how)[0] == 0
+    assert any("scores" in layer.by_head for layer in read_header(folder / "bell.kvfold").layers)
+    assert "2 of 2 files are there already" in command(*documents, *how)[1]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -48,3 +50,13 @@ def test_a_small_frame_of_much_is_refused_before_it_is_unpacked(monkeypatch):
     monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
     with pytest.raises(ContextFileError, match="another length"):
         decompressed(frame, 100, "zstd")
+
+
+def test_a_frame_of_much_that_claims_to_hold_nothing_is_not_unpacked():
+    frame = compressed(bytes(2**24), "deflate")
+    tracemalloc.start()
+    with pytest.raises(ContextFileError, match="another length"):
+        decompressed(frame, 0, "deflate")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert decompressed(compressed(b"", "deflate"), 0, "deflate") == b""

@@ -119,3 +119,15 @@ def test_an_error_in_a_stream_reaches_who_reads_it(model, tokenizer, monkeypatch
         list(chat.stream(QUESTION, max_new_tokens=8))
     monkeypatch.undo()
     assert chat.turns == 0 and chat.ask(QUESTION, max_new_tokens=4) == good
+
+
+def test_inference_mode_streams_what_it_answers(model, tokenizer):
+    """The mode is of one thread, and a stream generates in another."""
+    with torch.inference_mode():
+        context = compressed(model, tokenizer, "snapkv")
+        chat = context.chat()
+        for question in QUESTIONS[:2]:
+            answer = context.ask(question, max_new_tokens=5)
+            assert "".join(context.stream(question, max_new_tokens=5)).strip() == answer
+            assert "".join(chat.stream(question, max_new_tokens=5))
+    assert chat.turns == 2

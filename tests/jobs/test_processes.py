@@ -293,3 +293,16 @@ def test_workers_are_shut_down_when_the_run_is_stopped(setting):
     next(running)
     running.close()
     assert executor.ended == 3
+
+
+def test_all_workers_load_before_one_takes_its_job(setting):
+    """A large job is sent only when its worker has loaded, and blocks until then."""
+    started = []
+
+    class Counted(Fragile):
+        def submit(self, worker: int, job: EvalJob) -> None:
+            started.append(self.started)
+            super().submit(worker, job)
+
+    assert list(in_parallel(worker_spec("tiny"), Counted(setting, 3, {}))(jobs(setting, 4)))
+    assert started == [3] * 4

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +23,7 @@ from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import decoded, rotations_of
+from kvfold.contexts.files.damage import told_as_damage
 from kvfold.contexts.files.format import (
     ContextFile,
     Header,
@@ -77,11 +77,11 @@ def read(
         tokenizer=tokenizer,
         protect=header.protect,
         seed=header.seed,
-        keep_scores=_keeps_scores(header, method),
+        keep_scores=keeps_scores(header, method),
     )
     cache.binding.check_adapters()
     _check_fits(file, cache.fits)
-    with _told_as_damage(file):
+    with told_as_damage(file):
         _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
         cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
@@ -92,7 +92,7 @@ def read(
     return Context(model, tokenizer, cache, frame, ids, header.level)
 
 
-def _keeps_scores(header: Header, method: Method) -> bool:
+def keeps_scores(header: Header, method: Method) -> bool:
     """True if layers hold the scores by which the context, also read anew, shrinks."""
     return is_nested(method) and any("scores" in layer.by_head for layer in header.layers)
 
@@ -173,17 +173,6 @@ def _check_fits(file: ContextFile, fits: Fits) -> None:
             "have changed since: put back the file that it was made with, or compress the document "
             "again"
         )
-
-
-@contextmanager
-def _told_as_damage(file: ContextFile) -> Iterator[None]:
-    """ContextFileError for what numbers and tensors that do not fit each other raise."""
-    try:
-        yield
-    except (KvfoldError, torch.OutOfMemoryError):
-        raise
-    except (AssertionError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as bad:
-        raise file.damaged(f"its layers do not fit its header ({bad})") from bad
 
 
 def _fill(

@@ -103,7 +103,7 @@ def save(
 
     `codec` is one of `codecs/codec.py`; None: tensors as they are. `text` is a server's key.
 
-    A process killed meanwhile leaves the old file intact, and a file `.<name>.<random>.tmp`. Under
+    A process killed meanwhile leaves the old file intact, and a file `.kvfold-<random>.tmp`. Under
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
     KvfoldError if the cache is empty, in the middle of a turn, has several rows, or its method is
     not registered; under other adapters than it was read under; for a codec that cannot be; and if
@@ -192,7 +192,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     The file's permissions stay. Raises KvfoldError if it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".kvfold-{uuid.uuid4().hex}.tmp")  # short: the name may be long
     try:
         temporary.touch()
         # safetensors may replace the file by one that only its owner can read.

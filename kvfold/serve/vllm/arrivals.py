@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 
+from kvfold.cache.fits import digests_of
 from kvfold.contexts.files.format import read_header
 from kvfold.errors import KvfoldError
 from kvfold.hf.header import digest
@@ -44,8 +45,9 @@ class _Running:
 class Arrivals:
     """Context files made of texts on arrival, by `run`, with the same `options` for all.
 
+    `reader` tells the model that reads the texts from any other, as the files outlive the server.
     `most` bounds the files of unnamed texts and the levelled copies in `folder`: the oldest are
-    removed.
+    removed. Raises ScorerFileError for a fitted file that is damaged.
     """
 
     def __init__(
@@ -53,18 +55,21 @@ class Arrivals:
         folder: Path,
         options: CompressOptions,
         run: RunJobs[Job, CompressResult],
+        reader: str,
         most: int = 1000,
     ) -> None:
         self.folder, self.options, self.most = folder, options, most
+        method = options.file_method
+        made_by = reader, spelled_out(method), digests_of(method.stages()), str(options.budget)
+        self._made_by = json.dumps(made_by, sort_keys=True)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._running: dict[Path, _Running] = {}
         self._lock = Lock()
         Thread(target=self._work, args=(run,), name="kvfold arrivals", daemon=True).start()
 
     def id_of(self, text: str) -> str:
-        """The id of an unnamed text: the same for the same text, method, budget and level."""
-        method, budget = spelled_out(self.options.file_method), str(self.options.budget)
-        return OWN + digest(json.dumps([method, budget, text]))
+        """The id of an unnamed text: the same for the same text, model, options and fitted file."""
+        return OWN + digest(json.dumps([self._made_by, text]))
 
     async def made(self, text: str, name: str | None = None) -> str:
         """The id of the context of a text; an unnamed text is compressed once.

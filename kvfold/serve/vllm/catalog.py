@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from kvfold.contexts.files.damage import told_as_damage
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
@@ -41,7 +43,8 @@ class ContextCatalog:
             tokenizer, PromptFrame.of(tokenizer), compatibility.meta_model.config.vocab_size
         )
         self.vocabulary = vocabulary(tokenizer)
-        self._read: dict[str, tuple[ServedContext, ContextFileError | None]] = {}
+        self._altered: WeakKeyDictionary[ServedContext, ContextFileError | None]
+        self._altered = WeakKeyDictionary()
 
     def chat(self, asking: ChatRequest) -> ContextPrompt:
         """The prompt of a conversation after a document."""
@@ -106,14 +109,16 @@ class ContextCatalog:
 
         The connector in vLLM checks too, but its client would only learn that the request failed.
         """
-        known, problem = self._read.get(served.id, (None, None))
-        if known is not served:
-            problem = None
-            try:
-                with opened(self.served_folder.path(served.id)) as file:
-                    file.check()
-            except ContextFileError as found:
-                problem = found
-            self._read[served.id] = served, problem
+        if served not in self._altered:
+            self._altered[served] = self._altered_part(served)
+        problem = self._altered[served]
         if problem is not None:
             raise problem
+
+    def _altered_part(self, served: ServedContext) -> ContextFileError | None:
+        try:
+            with opened(self.served_folder.path(served.id)) as file, told_as_damage(file):
+                file.check()
+        except ContextFileError as problem:
+            return problem
+        return None

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 from kvfold.contexts.files.coding import basis_of
+from kvfold.contexts.files.damage import told_as_damage
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError
 from kvfold.serve.vllm.meta_model import MetaModel
@@ -15,13 +18,13 @@ class CompatibilityCheck:
 
     def __init__(self, served_folder: ServedFolder, meta_model: MetaModel, dtype: str) -> None:
         self.served_folder, self.meta_model, self.dtype = served_folder, meta_model, dtype
-        self._fits: set[str] = set()
+        self._fits: WeakSet[ServedContext] = WeakSet()
 
     def check(self, served: ServedContext) -> None:
         """Raises ContextFileError for a context of another model, RoPE, dtype or basis."""
-        if served.salt in self._fits:
+        if served in self._fits:
             return
-        with opened(self.served_folder.path(served.id)) as file:
+        with opened(self.served_folder.path(served.id)) as file, told_as_damage(file):
             if file.header.dtype != self.dtype:
                 raise ContextFileError(
                     f"{file.path} holds {file.header.dtype}, and vLLM computes in {self.dtype}: "
@@ -29,4 +32,4 @@ class CompatibilityCheck:
                 )
             self.meta_model.check(file)
             basis_of(file)
-        self._fits.add(served.salt)
+        self._fits.add(served)

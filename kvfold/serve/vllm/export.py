@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.contexts.files.coding import decoded
 from kvfold.contexts.files.format import ContextFile, LayerHeader, has_bias
-from kvfold.contexts.files.layers import BY_HEAD, MOMENTS
+from kvfold.contexts.files.layers import BY_HEAD, MOMENTS, WINDOW
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
 from kvfold.methods.base import parse
@@ -34,7 +34,7 @@ PLAIN = {
     },
 }  # fmt: skip
 # Tensors beside a store, which later evictions read and vLLM does not.
-BESIDE = {*BY_HEAD, *MOMENTS.values()}
+BESIDE = {*BY_HEAD, *MOMENTS.values(), WINDOW}
 
 
 @dataclass(frozen=True)

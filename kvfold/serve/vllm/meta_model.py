@@ -48,6 +48,11 @@ class MetaModel:
         """L, the number of layers."""
         return int(self.config.num_hidden_layers)
 
+    def identity(self, dtype: str) -> str:
+        """A text that differs for another configuration, and for other weights in `dtype`."""
+        config = json.dumps(computation(self.config), sort_keys=True)
+        return f"{self.name} {config} {self._weights(dtype)}"
+
     def check(self, file: ContextFile) -> None:
         """Raises ContextFileError, naming the differences to the model that made the file."""
         found = self._differences(file)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvfold.contexts.files.damage import told_as_damage
 from kvfold.contexts.files.format import ContextFile, Header, LevelHeader, opened
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PromptFrame
@@ -27,7 +28,7 @@ class UnknownContext(KvfoldError):
     """No context of that name in the folder."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed as an object: what is known of one is kept beside it
 class ServedContext:
     """A context as prompts of vLLM refer to it.
 
@@ -127,13 +128,18 @@ class ServedFolder:
         version = (state.st_mtime_ns, state.st_size, state.st_ino)
         known = self._read.get(path.name)
         if known is None or known[0] != version:
-            with opened(path) as file:
+            with opened(path) as file, told_as_damage(file):
                 made = ServedContext.of(
                     path.name.removesuffix(SUFFIX), file, self._counts(file.header, path)
                 )
-                known = version, made
-            self._read[path.name] = known
+            known = version, made
+            # Those of texts on arrival are many, and their files are removed in time.
+            there = {name: read for name, read in self._read.items() if self._is_there(name)}
+            self._read = there | {path.name: known}
         return known[1]
+
+    def _is_there(self, name: str) -> bool:
+        return (self.folder / name).is_file()
 
     def _counts(self, header: Header, path: Path) -> EntryCounts:
         """`counts`, whose refusal names the command that makes a context of equal counts."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvfold.contexts.files.damage import told_as_damage
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.export import LayerPages, pages
@@ -90,7 +91,7 @@ class WorkerSide:
             yield from self._tails[load.salt]
             return
         tails = []
-        with opened(self.served_folder.path(load.context)) as file:
+        with opened(self.served_folder.path(load.context)) as file, told_as_damage(file):
             counts = self.served_folder.counts(file.header)
             if salt(file.header) != load.salt or counts.count != count:
                 raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")

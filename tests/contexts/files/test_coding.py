@@ -265,3 +265,18 @@ def test_a_gpu_without_memory_is_no_damaged_file(monkeypatch):
     file = SimpleNamespace(header=SimpleNamespace(codec=SimpleNamespace(codec="kivi4")))
     with pytest.raises(torch.OutOfMemoryError):
         coding.decoded(file, None)
+
+
+@pytest.mark.parametrize("words", range(26, 44, 3))
+def test_short_documents_whose_streams_are_empty_are_saved(
+    model, tokenizer, tmp_path, basis, words
+):
+    """At a high ratio every code of a few entries is zero, and nothing is left to write."""
+    context = kvfold.compress(model, tokenizer, " ".join(["bell"] * words), "full")
+    context.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=32")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    for layer in range(len(context.cache.states)):
+        pairs = zip(
+            context.cache.positions(layer)[0], loaded.cache.positions(layer)[0], strict=True
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)

@@ -152,3 +152,9 @@ def test_a_file_keeps_its_rights(model, tokenizer, tmp_path):
     path.chmod(0o600)
     context.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_names_as_long_as_the_file_system_takes_are_written(model, tokenizer, tmp_path):
+    path = tmp_path / ("a" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 7) + ".kvfold")
+    compressed(model, tokenizer, "snapkv").save(path)
+    assert kvfold.load(path, model, tokenizer).stats().seen

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -13,8 +14,11 @@ import pytest
 
 import kvfold
 from kvfold import Budget
+from kvfold.bundled import FOLDER
+from kvfold.hf.scorer_file import read_fitted, write_fitted
 from kvfold.jobs.compress import CompressJob, CompressOptions, CompressResult, worker_spec
 from kvfold.jobs.executor import here
+from kvfold.methods.stages.score.learned import Scorer
 from kvfold.serve.errors import ApiError
 from kvfold.serve.vllm.arrivals import OWN, Arrivals
 from kvfold.serve.vllm.placeholders import ServedFolder
@@ -45,7 +49,7 @@ def run(model: Any, tokenizer: Any) -> Counted:
 
 
 def test_a_text_is_compressed_once_and_as_by_the_command(run, model, tokenizer, tmp_path) -> None:
-    arrivals = Arrivals(tmp_path, OPTIONS, run)
+    arrivals = Arrivals(tmp_path, OPTIONS, run, "")
 
     async def several() -> list[str]:
         return await asyncio.gather(*(arrivals.made(DOCUMENT) for _ in range(5)))
@@ -59,16 +63,31 @@ def test_a_text_is_compressed_once_and_as_by_the_command(run, model, tokenizer, 
     assert name.startswith(OWN) and served.kept == 40
 
 
-def test_ids_tell_texts_methods_budgets_and_levels_apart(run, tmp_path) -> None:
-    one = Arrivals(tmp_path, OPTIONS, run)
-    two = Arrivals(tmp_path, replace(OPTIONS, budget=Budget.of(41)), run)
-    three = Arrivals(tmp_path, replace(OPTIONS, level="votes"), run)
+def test_ids_tell_texts_models_methods_budgets_and_levels_apart(run, tmp_path) -> None:
+    one = Arrivals(tmp_path, OPTIONS, run, "")
+    two = Arrivals(tmp_path, replace(OPTIONS, budget=Budget.of(41)), run, "")
+    three = Arrivals(tmp_path, replace(OPTIONS, level="votes"), run, "")
     ids = {one.id_of("a"), one.id_of("b"), two.id_of("a"), three.id_of("a")}
-    assert len(ids) == 4 and one.id_of("a") == Arrivals(tmp_path, OPTIONS, run).id_of("a")
+    ids.add(Arrivals(tmp_path, OPTIONS, run, "another model").id_of("a"))
+    assert len(ids) == 5 and one.id_of("a") == Arrivals(tmp_path, OPTIONS, run, "").id_of("a")
+
+
+def test_ids_tell_fits_apart(run, tmp_path) -> None:
+    """A scorer that was fitted anew in place of another would score otherwise."""
+    fit = tmp_path / "z.safetensors"
+    shutil.copy(FOLDER / "scorer.safetensors", fit)
+    options = replace(OPTIONS, method=kvfold.parse(f"zap:file={fit}"))
+    before = Arrivals(tmp_path, options, run, "").id_of("a")
+    assert Arrivals(tmp_path, options, run, "").id_of("a") == before
+    model, _ = kvfold.bundled_model()
+    found = read_fitted(fit, model, Scorer)
+    anew = replace(found, weights=-found.weights)
+    write_fitted(fit, anew, model, written_by="", target="kvzip", texts=0)
+    assert Arrivals(tmp_path, options, run, "").id_of("a") != before
 
 
 def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) -> None:
-    arrivals = Arrivals(tmp_path, OPTIONS, run)
+    arrivals = Arrivals(tmp_path, OPTIONS, run, "")
     assert asyncio.run(arrivals.made(DOCUMENT, "mine")) == "mine"
     with pytest.raises(ApiError, match="there is a context 'mine' already") as taken:
         asyncio.run(arrivals.made(DOCUMENT, "mine"))
@@ -81,7 +100,7 @@ def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) 
 
 def test_an_id_of_an_unnamed_text_cannot_be_given_to_another(run, tmp_path) -> None:
     """Whoever knows a text could else plant a context for all who send it."""
-    arrivals = Arrivals(tmp_path, OPTIONS, run)
+    arrivals = Arrivals(tmp_path, OPTIONS, run, "")
     for name in (arrivals.id_of(DOCUMENT), f"{OWN}report"):
         with pytest.raises(ApiError, match="ids that begin with 'auto-'") as refused:
             asyncio.run(arrivals.made("the sky is blue " * 12, name))
@@ -109,7 +128,7 @@ class Held:
 
 def test_two_texts_at_once_under_one_id_are_one_and_a_refusal(tmp_path: Path) -> None:
     held = Held()
-    arrivals = Arrivals(tmp_path, OPTIONS, held)
+    arrivals = Arrivals(tmp_path, OPTIONS, held, "")
 
     async def at_once() -> list[Any]:
         asked = [arrivals.made(text, "mine") for text in ("one", "two", "one")]
@@ -130,7 +149,9 @@ def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> N
     kvfold.compress(model, tokenizer, DOCUMENT, "adakv", 40).save(copies[0])
     copies[1].write_bytes(copies[0].read_bytes())
     inner, go = here(worker_spec("none"), model, tokenizer), Event()
-    arrivals = Arrivals(tmp_path, OPTIONS, lambda jobs: inner(job for job in jobs if go.wait(20)))
+    arrivals = Arrivals(
+        tmp_path, OPTIONS, lambda jobs: inner(job for job in jobs if go.wait(20)), ""
+    )
 
     async def released() -> None:
         go.set()
@@ -143,7 +164,7 @@ def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> N
 
 
 def test_a_file_is_levelled_once_for_each_version_of_it(run, model, tokenizer, tmp_path) -> None:
-    arrivals, path = Arrivals(tmp_path, OPTIONS, run), tmp_path / "a.kvfold"
+    arrivals, path = Arrivals(tmp_path, OPTIONS, run, ""), tmp_path / "a.kvfold"
     names = []
     for method in ("adakv", "kvzip"):
         kvfold.compress(model, tokenizer, DOCUMENT, method, 40).save(path)
@@ -161,7 +182,7 @@ def test_a_process_that_ends_ends_those_that_wait_and_is_started_again(tmp_path)
         job.path.write_text("x")
         yield CompressResult(job.path, None)
 
-    arrivals = Arrivals(tmp_path, OPTIONS, breaks)
+    arrivals = Arrivals(tmp_path, OPTIONS, breaks, "")
     for _ in range(2):
         with pytest.raises(ApiError, match="no memory"):
             asyncio.run(arrivals.made("large"))
@@ -174,7 +195,7 @@ def test_the_oldest_files_of_unnamed_texts_are_removed(tmp_path: Path) -> None:
             job.path.write_text("x")
             yield CompressResult(job.path, None)
 
-    arrivals = Arrivals(tmp_path, OPTIONS, written, most=2)
+    arrivals = Arrivals(tmp_path, OPTIONS, written, "", most=2)
     # Users' own, whatever they are called.
     own = [f"{OWN}report", f"{OWN}{'0' * 31}", f"{OWN}{'0' * 33}", f"{OWN}{'g' * 32}"]
     for name in own:

@@ -74,6 +74,13 @@ def test_models_rotate_in_their_own_way(tokenizer, tmp_path, family):
     assert_served_alike(new_model(family), tokenizer, tmp_path / "a.kvfold", "snapkv", 40)
 
 
+@pytest.mark.parametrize("method", ["scissorhands_kvcf", "snapkv + every:interval=16"])
+def test_query_windows_beside_the_entries_are_left_out(model, tokenizer, tmp_path, method):
+    kvfold.compress(model, tokenizer, DOCUMENT, method, 40).save(tmp_path / "a.kvfold")
+    assert all("window_queries" in x.by_head for x in read_header(tmp_path / "a.kvfold").layers)
+    assert filled(tmp_path / "a.kvfold", MetaModel(model.config, None)).get_seq_length()
+
+
 @pytest.mark.parametrize("method", ["h2o", "streaming_llm", "kvzip:level=uniform", "tova", "finch"])
 def test_methods_that_keep_equally_many(model, tokenizer, tmp_path, method):
     assert_served_alike(model, tokenizer, tmp_path / "a.kvfold", method, 40)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvfold import ContextFileError, KvfoldError
 from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION
 from kvfold.hf.header import digest
 from kvfold.serve.vllm.placeholders import ServedFolder, UnknownContext
-from tests.helpers.contexts import DOCUMENT
+from tests.helpers.contexts import DOCUMENT, forged, rewritten
 
 
 def test_placeholders_are_tokens_that_most_heads_keep(model, tokenizer, served_folder):
@@ -80,3 +81,35 @@ def test_odd_files_are_refused_one_by_one(served_folder, tmp_path):
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(KvfoldError, match="no folder"):
         ServedFolder(tmp_path / "none")
+
+
+CONTRADICTIONS = {
+    "no layers": {"layers": []},
+    "few tokens": {"seen": 3},
+    "less than no token": {"seen": -1},
+    "more tokens than memory": {"seen": 2**50},
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_numbers_that_contradict_each_other_are_told_as_damage(served_folder, tmp_path, what):
+    """Any other exception would end vLLM's engine."""
+    rewritten(tmp_path / "odd.kvfold", served_folder.path("even"), **CONTRADICTIONS[what])
+    with pytest.raises(ContextFileError, match="damaged"):
+        ServedFolder(tmp_path).get("odd")
+
+
+def test_few_token_ids_are_told_as_damage(served_folder, tmp_path):
+    forged(tmp_path / "odd.kvfold", served_folder.path("even"), "ids", torch.zeros(2, dtype=int))
+    with pytest.raises(ContextFileError, match="damaged"):
+        ServedFolder(tmp_path).get("odd")
+
+
+def test_files_that_are_gone_take_no_memory(served_folder, tmp_path):
+    folder, weak = ServedFolder(tmp_path), []
+    for name in "abc":
+        (tmp_path / f"{name}.kvfold").write_bytes(served_folder.path("even").read_bytes())
+        weak.append(weakref.ref(folder.get(name)))
+        if name != "b":
+            (tmp_path / f"{name}.kvfold").unlink()
+    assert [each() is None for each in weak] == [True, False, False]

@@ -386,7 +386,7 @@ def arriving(contexts, context, tokenizer, tmp_path_factory):
     """A vLLM before which texts are compressed."""
     options = CompressOptions(kvfold.parse("snapkv"), Budget.of(40), None, "at_end", 0)
     run = here(worker_spec("none"), context.model, tokenizer)
-    return Fake(contexts, arrivals=Arrivals(contexts.served_folder.folder, options, run))
+    return Fake(contexts, arrivals=Arrivals(contexts.served_folder.folder, options, run, ""))
 
 
 def test_a_text_in_a_request_is_asked_as_its_context_is(arriving, contexts):
@@ -437,7 +437,7 @@ def levelling(context, tokenizer, tmp_path):
     budget = Budget.of(40)
     options = CompressOptions(kvfold.parse("kvzip"), budget, None, "at_end", 0, level="votes")
     run = here(worker_spec("none"), context.model, tokenizer)
-    return Fake(catalog, arrivals=Arrivals(tmp_path, options, run)), uneven, served_folder
+    return Fake(catalog, arrivals=Arrivals(tmp_path, options, run, "")), uneven, served_folder
 
 
 def test_a_text_is_levelled_on_arrival_with_the_kl_in_its_record(levelling, context, tokenizer):
