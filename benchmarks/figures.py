@@ -166,7 +166,8 @@ def values(folder: str) -> dict[str, frozenset[str]]:
 
 
 def _rows(board: Board) -> list[ReportRow]:
-    return [row for view in board.views() for row in view.rows] + rows(board.perplexities)
+    texts = (row for own in board.texts.values() for row in rows(own))
+    return [*(row for view in board.views() for row in view.rows), *texts]
 
 
 def _texts(row: ReportRow) -> Iterator[str]:
@@ -195,15 +196,16 @@ def _is_difference(interval: str, named: list[tuple[str, str]]) -> bool:
 
 @cache
 def _differences(folder: str, one: str, other: str) -> frozenset[str]:
-    """Differences of two methods at every shared budget, over all tasks and on each one."""
+    """Differences of two methods at every shared budget, over all tasks, on each and each text."""
     samples = _samples(folder)
     names = {name for cells in samples.values() for name in cells}
     pairs = [(name, other + name[len(one) :]) for name in names if name.partition("@")[0] == one]
-    scopes = [None, *{unit.task for unit in samples}]
+    scopes = {(None, None), *((unit.task, None) for unit in samples)}
+    scopes |= {(unit.task, unit.data) for unit in samples}
     found = set()
-    for (mine, theirs), aware, task in product(pairs, (False, True), scopes):
-        with suppress(SystemExit):  # no samples of both
-            found.add(paired.written(paired.gap(samples, mine, theirs, aware, task)))
+    for (mine, theirs), aware, scope in product(pairs, (False, True), scopes):
+        with suppress(SystemExit):  # no samples of both, or several texts
+            found.add(paired.written(paired.gap(samples, mine, theirs, aware, *scope)))
     return frozenset(found)
 
 

@@ -2,8 +2,9 @@
 """Paired difference between two methods on the published samples:
 
     python benchmarks/paired.py docs/results/bundled pyramidkv@0.2 snapkv@0.2 [--aware] [--task X]
+        [--data TEXT]
 
-Scores are pooled over tasks as in `kvfold report`; perplexities are compared on one task. Intervals
+Scores are pooled over tasks as in `kvfold report`; perplexities are compared on one text. Intervals
 are those of docs/evaluation.md.
 """
 
@@ -66,9 +67,18 @@ def load(folder: Path) -> Samples:
 
 
 def gap(
-    samples: Samples, one: str, other: str, aware: bool = False, task: str | None = None
+    samples: Samples,
+    one: str,
+    other: str,
+    aware: bool = False,
+    task: str | None = None,
+    data: str | None = None,
 ) -> ScoreGap:
-    """`one` minus `other`, pooled over the scored tasks, or over those of `task`, a list."""
+    """`one` minus `other`, pooled over the scored tasks, or over those of `task`, a list.
+
+    `data`: of samples from this text only. Raises SystemExit without samples of both, and for
+    perplexities of several texts or lengths.
+    """
     units = [
         unit
         for unit, cells in samples.items()
@@ -76,12 +86,16 @@ def gap(
         and one in cells
         and other in cells
         and (unit.scored if task is None else unit.task in task.split(","))
+        and data in (None, unit.data)
     ]
     if not units:
         raise SystemExit(f"no samples of both {one} and {other}")
     each = [_difference(samples[unit][one], samples[unit][other], unit.scored) for unit in units]
     pairs = [found.pair for found in each if found.pair is not None]
-    if not pairs:
+    if len(pairs) < len(each):
+        if len(each) > 1:
+            texts = ", ".join(sorted({f"{unit.data} {unit.length}".strip() for unit in units}))
+            raise SystemExit(f"perplexities have no mean over texts: name one by --data ({texts})")
         (found,) = each
         assert found.low is not None and found.high is not None
         return ScoreGap(found.value, found.low, found.high)
@@ -121,8 +135,10 @@ def main() -> None:
     parser.add_argument("other", type=published, help="method@budget, or full")
     parser.add_argument("--aware", action="store_true", help="with the question in view")
     parser.add_argument("--task", help="one task, or a comma-separated list")
+    parser.add_argument("--data", help="the text that samples were made of")
     given = parser.parse_args()
-    print(written(gap(load(given.folder), given.one, given.other, given.aware, given.task)))
+    chosen = given.one, given.other, given.aware, given.task, given.data
+    print(written(gap(load(given.folder), *chosen)))
 
 
 if __name__ == "__main__":

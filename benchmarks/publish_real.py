@@ -4,10 +4,11 @@
     python benchmarks/publish_real.py [FOLDER]
 
 Writes records, samples, report, picture and README.md into docs/results, docs/which-method.md, and
-the first lines of README.md. A run that goes on, or was stopped, is published as far as it is: the
-samples that every method of the picture has met. Cells that FOLDER lacks, or has fewer samples of,
-stay as published, so that steps can run on several machines. The pages say what is lacking. Equal
-samples give equal files. Without FOLDER the pages are made anew of the published records.
+the first lines of README.md. A run that goes on, or was stopped, is published as far as it is: of a
+task, the samples that all methods of the picture have met which have met any. Cells that FOLDER
+lacks, or has fewer samples of, stay as published, so that steps can run on several machines. The
+pages say what is lacking. Equal samples give equal files. Without FOLDER the pages are made anew of
+the published records. Raises KvfoldError for samples of another model than the published ones.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import which_method
 from needle_rows import core
 from real_headline import MODEL
 
+from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import contenders
@@ -101,18 +103,18 @@ def of_command(command: Sequence[str]) -> list[real_page.Planned]:
 
 
 def settled(samples: Sequence[SampleResult]) -> list[SampleResult]:
-    """Samples that each method of the picture has met, if it has met any under the protocol."""
-    begun: dict[bool, set[str]] = defaultdict(set)
+    """Samples that each method of the picture has met, if it has met any of their task."""
+    begun: dict[EvalCell, set[str]] = defaultdict(set)
     met: dict[tuple[EvalCell, int], set[str]] = defaultdict(set)
     for sample in samples:
         cell, name = sample.cell, without_files(sample.cell.method)
         if name in {FULL, *real_picture.LINES}:
-            begun[cell.protocol.question_aware].add(name)
+            begun[cell.reference].add(name)
             met[cell.reference, sample.index].add(name)
     return [
         sample
         for sample in samples
-        if met[sample.cell.reference, sample.index] == begun[sample.cell.protocol.question_aware]
+        if met[sample.cell.reference, sample.index] == begun[sample.cell.reference]
     ]
 
 
@@ -148,10 +150,17 @@ def merged(
     results: Sequence[CellResult], out: Path
 ) -> tuple[list[CellResult], list[dict[str, str]], set[Key]]:
     """Records of the run and those `out` holds, of each cell the one with more samples, the run's
-    if as many; also the rows of samples that stay, and the cells whose samples are the run's."""
+    if as many; also the rows of samples that stay, and the cells whose samples are the run's.
+
+    Raises KvfoldError for a run of another model.
+    """
     before: Sequence[CellResult] = []
     if (out / RECORDS).is_file():
         before = load_results([out / RECORDS])
+    known = {one.cell.subject for one in before}
+    others = {one.cell.subject for one in results} - known
+    if before and others:
+        raise KvfoldError(f"the run is of {others}, and {out} holds results of {known}")
     counts = {key(result.cell): result.samples for result in before}
     ours = [one for one in results if one.samples >= counts.get(key(one.cell), 0)]
     replaced = {key(one.cell) for one in ours}

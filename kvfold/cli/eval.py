@@ -263,15 +263,17 @@ def _evaluate(
 
 
 def _show(screen: Console, records: Sequence[CellResult]) -> None:
-    """Prints a table of scores, and one of perplexities (lower is better)."""
-    from kvfold.report.board import haystacks
+    """Prints a table of scores, and one of each text's perplexities (lower is better)."""
+    from kvfold.report.board import haystacks, perplexities_by_text
 
-    for lower, title in ((False, "score, mean over tasks"), (True, "perplexity")):
-        own = [record for record in records if record.score and record.lower_is_better == lower]
-        if own:
-            where = haystacks(own)
-            screen.print(_table(title, own))
-            screen.print(Text(f"haystack: {where}\n" if where else ""), end="")
+    known = [record for record in records if record.score]
+    scores = [record for record in known if not record.lower_is_better]
+    if scores:
+        where = haystacks(scores)
+        screen.print(_table("score, mean over tasks", scores))
+        screen.print(Text(f"haystack: {where}\n" if where else ""), end="")
+    for text, own in perplexities_by_text(known).items():
+        screen.print(_table(f"perplexity of {text}", own))
 
 
 def _table(title: str, records: Sequence[CellResult]) -> Table:

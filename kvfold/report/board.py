@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvfold.eval.run.cell import EvaluatedModel
+from kvfold.eval.run.cell import EvalCell, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.names import readable
 from kvfold.report.summary import ReportRow, rows
@@ -32,18 +32,23 @@ class BoardView(NamedTuple):
 
 @dataclass(frozen=True)
 class Board:
-    """Results of one model under one protocol; perplexities are never averaged with scores."""
+    """Results of one model under one protocol; perplexities are never averaged with scores.
+
+    `settings` are those that tell its runs from others of the same tasks, such as "seed 1".
+    """
 
     subject: EvaluatedModel
     question_aware: bool
     history: str
     results: tuple[CellResult, ...]
+    settings: str = ""
 
     @property
     def protocol(self) -> str:
         """The protocol in words."""
         asked = "question-aware" if self.question_aware else "question-agnostic"
-        return asked if self.history == "own" else f"{asked}, right answers as history"
+        history = "" if self.history == "own" else "right answers as history"
+        return ", ".join(filter(None, (asked, history, self.settings)))
 
     @property
     def when(self) -> str:
@@ -61,6 +66,11 @@ class Board:
     def perplexities(self) -> list[CellResult]:
         """Results of tasks whose score is a perplexity."""
         return [r for r in self.results if r.lower_is_better]
+
+    @property
+    def texts(self) -> dict[str, list[CellResult]]:
+        """`perplexities_by_text` of its results."""
+        return perplexities_by_text(self.results)
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -94,6 +104,14 @@ class Board:
         return found
 
 
+def perplexities_by_text(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """Perplexities by text and task, as "book.txt (perplexity)": those of texts have no mean."""
+    found: dict[str, list[CellResult]] = {}
+    for result in (each for each in results if each.lower_is_better):
+        found.setdefault(sources([result]) or result.cell.task, []).append(result)
+    return found
+
+
 def haystacks(results: Sequence[CellResult]) -> str:
     """Haystacks and their tasks, such as "noise (single_1); book.txt (single_2)"; may be empty."""
     return _with_tasks((r.haystack, r.cell.task) for r in results if r.haystack is not None)
@@ -114,14 +132,42 @@ def _with_tasks(named: Iterable[tuple[str, str]]) -> str:
 
 
 def boards(results: Sequence[CellResult]) -> list[Board]:
-    """One board per model and protocol, agnostic ones first; methods have `readable` names."""
+    """One board per model and protocol, agnostic ones first; methods have `readable` names.
+
+    Runs of the same cells at another seed, prompt limit or answer length have boards of their own.
+    """
     found: dict[tuple[EvaluatedModel, bool, str], list[CellResult]] = {}
     for result in readable(results):
         protocol = result.cell.protocol
         key = (result.cell.subject, protocol.question_aware, protocol.history)
         found.setdefault(key, []).append(result)
-    made = [Board(*key, results=tuple(members)) for key, members in found.items()]
+    made = [
+        Board(*key, results=tuple(members), settings=settings)
+        for key, group in found.items()
+        for settings, members in _by_settings(group).items()
+    ]
     return sorted(made, key=lambda board: board.question_aware)
+
+
+def _by_settings(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """Results by the settings in which they differ; all together where no cell stands twice."""
+    cells = [result.cell for result in results]
+    named = [(one.task, one.length, one.data, one.method, one.budget) for one in cells]
+    if len(set(named)) == len(named):
+        return {"": list(results)}
+    settings = [_settings(cell) for cell in cells]
+    alike = set(settings[0]).intersection(*settings)
+    found: dict[str, list[CellResult]] = {}
+    for own, result in zip(settings, results, strict=True):
+        found.setdefault(", ".join(one for one in own if one not in alike), []).append(result)
+    return found
+
+
+def _settings(cell: EvalCell) -> tuple[str, str, str]:
+    """Settings of a run that give other results of the same task."""
+    limit, tokens = cell.protocol.max_length, cell.protocol.answer_tokens
+    answers = "the tasks' own answer lengths" if tokens is None else f"answers of {tokens} tokens"
+    return f"seed {cell.seed}", f"prompts within {limit:,} tokens", answers
 
 
 def titles(all_boards: Sequence[Board]) -> list[str]:

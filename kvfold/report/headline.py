@@ -64,8 +64,8 @@ def headline(rows: Sequence[ReportRow], when: str) -> Headline:
 def _at_a_fifth(fifth: Sequence[ReportRow], known: Sequence[ReportRow], when: str) -> Headline:
     # By the paired difference: samples that failed would change a row's own mean.
     best = max(fifth, key=_gap)
-    share = round(100 * _score(best) / _full_score(best))
-    kept = f"{share} % of the full score" if share < 100 else "the full score"
+    share = min(round(100 * _score(best) / _full_score(best)), 99)
+    kept = f"{share} % of the full score" if _gap(best) < 0 else "the full score"
     claim = f"At a fifth of the cache, {_cut(best.method)} keeps {kept} {when}."
     alike = [_cut(row.method) for row in fifth if row.place and row.place[0] == 1 and row != best]
     few = 0 < len(alike) < 4

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.report.board import Board, sources, titles
+from kvfold.report.board import Board, titles
 from kvfold.report.caveats import board_caveats, near_guessing
 from kvfold.report.headline import headline
 from kvfold.report.pictures import by_depth
@@ -104,8 +104,10 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
             }
             for v in views
         ],
-        "perplexity": _rows(rows(board.perplexities), order, lower=True),
-        "source": sources(board.perplexities),
+        "texts": [
+            {"name": name, "rows": _rows(rows(own), order, lower=True)}
+            for name, own in board.texts.items()
+        ],
         "needles": _needles(board.scored, order),
         "caveats": [caveat._asdict() for caveat in board_caveats(board)],
         "facts": _facts(board),

@@ -28,15 +28,14 @@ WIDE = 3  # panels per row
 
 
 def pareto(board: Board, styles: dict[str, LineStyle]) -> Figure:
-    """Score against measured cache bytes: panels of all tasks, of each group, and of perplexity.
+    """Score against measured cache bytes: panels of all tasks, each group and each text.
 
     Bars are 95 % intervals, the thick line is the Pareto frontier, baselines are grey.
     """
     panels = [("all tasks", board.scored, False)] if board.scored else []
     if len(board.groups) > 1:
         panels += [(g, [r for r in board.scored if r.group == g], False) for g in board.groups]
-    if board.perplexities:
-        panels.append(("perplexity (lower is better)", board.perplexities, True))
+    panels += [(f"perplexity of {text}", own, True) for text, own in board.texts.items()]
     down = -(-len(panels) // WIDE)
     drawn = Figure(figsize=(4.6 * min(len(panels), WIDE), 3.7 * down + 1.2), layout="constrained")
     axes = drawn.subplots(down, min(len(panels), WIDE), squeeze=False).flatten()

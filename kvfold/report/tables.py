@@ -14,7 +14,7 @@ from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.statistics import Estimate
 from kvfold.methods.description import shortest
-from kvfold.report.board import Board, BoardView, sources, titles
+from kvfold.report.board import Board, BoardView, titles
 from kvfold.report.caveats import board_caveats
 from kvfold.report.headline import headline, signed
 from kvfold.report.summary import ReportRow, rows
@@ -52,9 +52,9 @@ def markdown(boards: Sequence[Board]) -> str:
             parts.append(_safe(" ".join([said.claim, said.evidence, *said.further])))
         for view in (v for v in board.views() if v.length is None and v.kind != "task"):
             parts += _view(view)
-        if board.perplexities:
-            parts += ["### Perplexity (lower is better)", *_source(board)]
-            parts.append(_table(rows(board.perplexities), lower=True))
+        for text, results in board.texts.items():
+            parts += [f"### Perplexity of {_safe(text)}, lower is better"]
+            parts.append(_table(rows(results), lower=True))
         caveats = board_caveats(board)
         parts += ["### Caveats"] if caveats else []
         for caveat in caveats:
@@ -77,12 +77,6 @@ def _view(view: BoardView) -> list[str]:
     """Heading, haystacks and table of a view."""
     where = [f"Haystack: {_safe(view.haystack)}."] if view.haystack else []
     return [f"### {_safe(view.name)}", *where, _table(view.rows)]
-
-
-def _source(board: Board) -> list[str]:
-    """The line that names the texts of a board's perplexities."""
-    known = sources(board.perplexities)
-    return [f"Text: {_safe(known)}."] if known else []
 
 
 def to_csv(results: Sequence[CellResult]) -> str:

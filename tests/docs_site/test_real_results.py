@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import kvfold
+from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.read_files import digests
@@ -532,6 +533,34 @@ def test_samples_that_some_methods_have_not_met_yet_are_left_out(publishing: Mod
 
     assert publishing.settled([*done, *begun, *beside]) == done
     assert publishing.settled(begun) == begun  # the picture's methods have not begun
+
+
+def test_a_task_that_is_run_with_fewer_methods_is_whole(publishing: ModuleType) -> None:
+    def at(line: SampleResult, length: int) -> SampleResult:
+        cell = line.cell.model_copy(update={"length": length})
+        return line.model_copy(update={"cell": cell})
+
+    short = [sample(*one, 0, True) for one in (("full", None), ("kvzip", "0.2"), ("h2o", "0.2"))]
+    long = [at(sample(*one, 0, True), 7168) for one in (("full", None), ("kvzip", "0.2"))]
+
+    assert publishing.settled([*short, *long]) == [*short, *long]
+
+
+def test_a_run_of_another_model_is_not_published(
+    publishing: ModuleType, run: Path, checkout: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    line = sample("full", None, 0, True)
+    subject = line.cell.subject.model_copy(update={"weights": "others"})
+    cell = line.cell.model_copy(update={"subject": subject})
+    samples_file(other).add([line.model_copy(update={"cell": cell})])
+    publishing.publish(run, checkout)
+    before = (checkout / "docs" / "results" / "records.jsonl").read_bytes()
+
+    with pytest.raises(KvfoldError, match="holds results of"):
+        publishing.publish(other, checkout)
+    assert (checkout / "docs" / "results" / "records.jsonl").read_bytes() == before
 
 
 def test_equal_samples_give_equal_files(publishing: ModuleType, run: Path, checkout: Path) -> None:

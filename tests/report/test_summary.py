@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.statistics import PairedDifference, percent
 from kvfold.report import summary, tables
@@ -154,6 +156,28 @@ def test_protocols_models_and_perplexities_are_never_mixed() -> None:
     assert titles(every) == [
         "tiny (1), question-agnostic", "tiny (2), question-agnostic", "tiny (1), question-aware",
     ]  # fmt: skip
+
+
+def test_runs_of_the_same_cells_with_other_settings_are_never_mixed() -> None:
+    def run(score: float, seed: int = 0, tokens: int | None = None, **about: Any) -> CellResult:
+        result = made(score=(score, 1.0), **about)
+        protocol = result.cell.protocol.model_copy(update={"answer_tokens": tokens})
+        cell = result.cell.model_copy(update={"seed": seed, "protocol": protocol})
+        return result.model_copy(update={"cell": cell})
+
+    apart = [run(90.0), run(50.0, seed=1), run(20.0, tokens=16)]
+    every = boards(apart)
+    assert [[row.score.value for row in one.overall() if row.score] for one in every] == [
+        [90.0], [50.0], [20.0],
+    ]  # fmt: skip
+    assert [one.settings for one in every] == [
+        "seed 0, the tasks' own answer lengths", "seed 1, the tasks' own answer lengths",
+        "seed 0, answers of 16 tokens",
+    ]  # fmt: skip
+    assert titles(every)[1] == "question-agnostic, seed 1, the tasks' own answer lengths"
+    # Tasks of one run may differ in them.
+    (one,) = boards([run(90.0), run(50.0, tokens=48, task="longer")])
+    assert one.settings == "" and [row.units for row in one.overall()] == [2]
 
 
 def test_views_are_by_group_task_and_length() -> None:

@@ -118,16 +118,19 @@ def test_every_table_names_the_haystack() -> None:
     assert "Haystack" not in markdown(boards([made()]))
 
 
-def test_the_table_of_perplexities_names_the_texts_that_were_read() -> None:
-    def read(*data: str) -> list[CellResult]:
-        result = made(task="continuation", score=(7.0, 1.0), lower_is_better=True)
+def test_perplexities_of_unlike_texts_stand_in_tables_of_their_own() -> None:
+    def read(*data: str, score: float = 7.0) -> list[CellResult]:
+        result = made(task="continuation", score=(score, 1.0), lower_is_better=True)
         cell = result.cell.model_copy(update={"data": data})
         return [result.model_copy(update={"cell": cell})]
 
-    results = read("book.txt", "book.txt")
+    results = [*read("book.txt", "book.txt"), *read("code.py", score=3.0)]
     text = markdown(boards(results))
-    shown = payload(boards(results), styles(summary.rows(results)))["boards"][0]
+    shown = payload(boards(results), styles(summary.rows(results)))["boards"][0]["texts"]
 
-    assert "### Perplexity (lower is better)\n\nText: book.txt (continuation).\n\n| " in text
-    assert shown["source"] == "book.txt (continuation)"
-    assert "Text:" not in markdown(boards(read()))
+    for name, score in (("book.txt", 7.0), ("code.py", 3.0)):
+        start = f"### Perplexity of {name} (continuation), lower is better\n\n| "
+        assert start in text and f" {score} " in text.partition(start)[2].partition("###")[0]
+    assert [each["name"] for each in shown] == ["book.txt (continuation)", "code.py (continuation)"]
+    assert [len(each["rows"]) for each in shown] == [1, 1]
+    assert "### Perplexity of continuation," in markdown(boards(read()))

@@ -188,8 +188,9 @@ def _prompt(
     """
     if isinstance(sample, UnreadableSample):
         raise KvfoldError(f"{sample.where}: {sample.why}")
-    answers_long = task.phase == "decode"
-    return SamplePrompt.of(sample.with_answers_within(limit, longer=answers_long), tokenizer)
+    limited = sample.with_answers_within(limit, longer=task.phase == "decode")
+    # A perplexity's first token needs one before it, as in lm-evaluation-harness.
+    return SamplePrompt.of(limited, tokenizer, always_bos=task.by_likelihood)
 
 
 def _truncated(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import Question, TaskSample
 from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
-from kvfold.hf.user_text import Content
+from kvfold.hf.user_text import Content, own_tokens
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,16 @@ class SamplePrompt:
     left_out: int = 0
 
     @classmethod
-    def of(cls, sample: TaskSample, tokenizer: PreTrainedTokenizerBase) -> SamplePrompt:
-        """The whole context, in the chat template if the benchmark uses one."""
-        frame = PromptFrame(tokenizer.bos_token or "", "", "", "")
+    def of(
+        cls, sample: TaskSample, tokenizer: PreTrainedTokenizerBase, *, always_bos: bool = False
+    ) -> SamplePrompt:
+        """The whole context, in the chat template if the benchmark uses one.
+
+        Others begin with the BOS token if the tokenizer adds it to a text; with `always_bos`, if it
+        has one.
+        """
+        bos = tokenizer.bos_token if always_bos or own_tokens(tokenizer)[0] else None
+        frame = PromptFrame(bos or "", "", "", "")
         if sample.chat:
             # A question's text starts with its own separator from the context.
             frame = replace(PromptFrame.of(tokenizer), separator="")

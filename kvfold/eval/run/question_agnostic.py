@@ -125,7 +125,8 @@ def _conversation(
 ) -> tuple[list[Reply], Cost | None]:
     """Answers to all questions of a conversation, each of which sees the turns before it.
 
-    With them the cost of the last decode step that was measured.
+    With them the cost of the last decode step that was measured. Special tokens spelt in a question
+    stay plain text.
     """
     model, answers, cost = chat.context.model, list[Reply](), None
     options = prompt.options(end_tokens(model))
@@ -137,7 +138,6 @@ def _conversation(
                 answer_prefix=question.answer_prefix,
                 max_new_tokens=question.max_new_tokens,
                 stop=prompt.sample.stop,
-                special_tokens=True,
                 stopping_criteria=[step],
                 **options,
             )
@@ -147,7 +147,6 @@ def _conversation(
                 question.text,
                 question.answers[0],
                 answer_prefix=question.answer_prefix,
-                special_tokens=True,
             )
         answers.append(reply)
     return answers, cost

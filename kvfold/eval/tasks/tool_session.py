@@ -104,6 +104,7 @@ TASKS = (
         "multi-turn",
         _generate,
         {"substring": _score},
+        phase="decode",  # tools' outputs are turns: a context alone would hold none of them
         generated=True,
     ),
 )

@@ -30,13 +30,31 @@ function facts() {
 }
 
 function charts() {
-  const perplexity = unpack(state.board.perplexity), rows = currentRows();
+  const rows = currentRows();
   const scored = state.board.views.some((view) => view.rows.length);
   for (const id of ["pareto", "table"]) byId(id).hidden = !scored;
-  byId("perplexity").hidden = !perplexity.length;
   byId("pareto-lead").textContent = lead();
   if (scored) chart(byId("chart"), rows, false);
-  if (perplexity.length) chart(byId("perplexity-chart"), perplexity, true);
+  texts();
+}
+
+// Perplexities: a chart and a table for each text. Those of a board stay, so that open tables do.
+let textsOf = null;
+
+function texts() {
+  const given = state.board.texts;
+  byId("perplexity").hidden = !given.length;
+  if (textsOf !== state.board) byId("texts").replaceChildren(...given.flatMap(({ name }) => [
+    make("h3", {}, name), make("div", { class: "chart" }),
+    make("details", { class: "more" }, make("summary", {}, "As a table"),
+      make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Perplexity of ${name}` })),
+  ]));
+  textsOf = state.board;
+  const charts = byId("texts").querySelectorAll(".chart"), tables = byId("texts").querySelectorAll(".scroll");
+  given.forEach(({ rows }, index) => {
+    chart(charts[index], unpack(rows), true);
+    table(tables[index], unpack(rows), true);
+  });
 }
 
 function lead() {
@@ -52,12 +70,11 @@ function lead() {
 
 const haystackOf = (view) => (view?.haystack ? `Haystack: ${view.haystack}.` : "");
 
-// Below the title of every table, the text that its needles were hidden in, or that was read.
+// Below the title of every table, the text that its needles were hidden in.
 function haystacks() {
   byId("table-haystack").textContent = haystackOf(currentView());
   byId("where-haystack").textContent = haystackOf(findView("overall", "all tasks", null));
   byId("needle-haystack").textContent = haystackOf(findView("task", state.needle, null));
-  byId("perplexity-source").textContent = state.board.source ? `Text: ${state.board.source}.` : "";
 }
 
 function render() {
@@ -68,7 +85,6 @@ function render() {
   matrix();
   needles();
   haystacks();
-  if (state.board.perplexity.length) table(byId("perplexity-table"), unpack(state.board.perplexity), true);
   caveats();
   facts();
 }

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
+from kvfold.eval.run.prompt import SamplePrompt
 from tests.helpers.evaluation import Setting, record
 
 
@@ -53,3 +56,21 @@ def test_what_a_benchmark_spells_like_a_special_token_is_text(setting, question_
         setting.outcome(spelled, question_aware=question_aware).tokens
         == prompt.ids.shape[1] + (prompt.question_ids(asked).shape[1])
     )
+
+
+def test_prompts_without_a_template_begin_as_the_tokenizer_begins_them(setting):
+    """LongBench calls `tokenizer(prompt)`; a perplexity's first token needs one before it."""
+    sample = record(chat=False)
+    plain = setting.ids(sample.context)[0].tolist()
+    for adds in (False, True):
+        tokenizer = copy.deepcopy(setting.tokenizer)
+        tokenizer.bos_token = "<|user|>"
+        bos = tokenizer.bos_token_id
+        if adds:
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                "<|user|> $A", "<|user|> $A $B", [("<|user|>", bos)]
+            )
+        assert (tokenizer("a").input_ids[0] == bos) == adds
+        own = SamplePrompt.of(sample, tokenizer).ids[0].tolist()
+        assert own == ([bos, *plain] if adds else plain)
+        assert SamplePrompt.of(sample, tokenizer, always_bos=True).ids[0].tolist() == [bos, *plain]

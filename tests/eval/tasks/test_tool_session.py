@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import kvfold
+from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
+from kvfold.eval.run.job import EvalJob, run_job
 from kvfold.eval.tasks import SampleRequest, TaskSample, tasks
 from kvfold.eval.tasks.tool_session import TURNS
 
@@ -48,3 +52,18 @@ def test_an_answer_is_right_if_it_holds_the_name():
     asked = made(1)[0].questions[0]
     assert TASK.score(f"It was {asked.answers[0].upper()}.", asked).value == 1
     assert TASK.score("I do not know", asked).value == 0
+
+
+def test_tools_outputs_are_compressed_whatever_the_protocol():
+    """They are turns: a context compressed before the questions would hold none of them."""
+    model, tokenizer = kvfold.bundled_model()
+    sample = replace(made(1, 1700)[0])
+    sample = replace(sample, questions=sample.questions[:4])
+    cell = EvalCell(
+        subject=EvaluatedModel.of("bundled", model, tokenizer), task="tool_session", length=1700,
+        seed=0, data=(), protocol=EvalProtocol(max_length=4096, answer_tokens=2),
+        method="streaming_llm", budget="60",
+    )  # fmt: skip
+    ((line,),) = run_job(model, tokenizer, EvalJob({0: sample}, (cell,)))
+    held = line.outcome.held
+    assert held.seen > 200 and held.kept * held.seen < 70
