@@ -77,7 +77,7 @@ function choose(board) {
 // The legend is the filter of methods; pointing at one brings it out in the charts.
 function legend() {
   const present = new Set(state.board.views.flatMap((view) => unpack(view.rows).map((row) => row.method)));
-  for (const row of unpack(state.board.perplexity)) present.add(row.method);
+  for (const row of state.board.texts.flatMap((text) => unpack(text.rows))) present.add(row.method);
   const buttons = [...present].sort((a, b) => a - b).map((method) => {
     const style = data.methods[method];
     return toggle([lineKey(style), make("span", {}, style.label)], !state.hiddenMethods.has(method), (event) => {
