@@ -33,7 +33,7 @@ with TemporaryDirectory() as folder:
     data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     records = kvfold.evaluate(model, tokenizer, "jsonl", ["snapkv", "kvzip"], [0.3], data=data)
 
-# Every run includes the baselines: full cache, random eviction, truncated context.
+# Every run includes four baselines: all, random entries, sinks and recent tokens, less context.
 for record in records:
     kept, right = record["cell.budget"] or "all", record["score.value"]
     print(f"{record['cell.method']} keeps {kept}: {right:.0f} % right")

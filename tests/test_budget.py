@@ -33,6 +33,8 @@ ONE = {"entry_bytes": 1, "layers": 1, "heads": 1, "rows": 1}
         ("100%", "ratio", 1.0),
         ("2GiB", "bytes", 2_147_483_648),
         ("2GB", "bytes", 2_000_000_000),
+        ("1TB", "bytes", 10**12),
+        ("1TiB", "bytes", 2**40),
         ("512 mib", "bytes", 536_870_912),
         ("1.5KiB", "bytes", 1536),
         ("3MB", "bytes", 3_000_000),

@@ -91,4 +91,5 @@ def rate(per_second: float) -> str:
 def _rounds(rows: Sequence[BenchRow]) -> str:
     counts = sorted({row.rounds for row in rows})
     low, high = counts[0], counts[-1]
-    return f"{low} rounds" if low == high else f"{low} to {high} rounds"
+    told = f"{low}" if low == high else f"{low} to {high}"
+    return f"{told} {'round' if high == 1 else 'rounds'}"

@@ -108,7 +108,9 @@ def chunk_sums_of(state: LayerState) -> Tensor:
     store = state.stored()
     sums, missing = state.chunk_sums, store.length
     if sums is None:
-        return torch.ones(*store.keys.shape[:2], missing, device=store.keys.device)
+        return torch.ones(
+            *store.keys.shape[:2], missing, dtype=torch.float32, device=store.keys.device
+        )
     return F.pad(sums, (0, missing - sums.shape[-1]), value=OF_PREFILLS["chunk_sums"])
 
 
@@ -116,7 +118,7 @@ def previous_scores_of(state: LayerState) -> Tensor:
     """Scores of the stored entries at the last eviction `[B, H, T]`; 0 for those without one."""
     store, scores = state.stored(), state.scores
     if scores is None:
-        return torch.zeros(store.columns.shape, device=store.keys.device)
+        return torch.zeros(store.columns.shape, dtype=torch.float32, device=store.keys.device)
     return F.pad(scores.nan_to_num(0), (0, store.length - scores.shape[-1]))
 
 

@@ -54,7 +54,7 @@ class QueryChunks:
         whole = inner if end else inner // need.size * need.size
         order = (~waits).byte().argsort(dim=-1, stable=True)  # those that wait come first
         known = torch.zeros_like(F.pad(waits, (0, 1)))
-        sums = torch.zeros(*keys.shape[:2], known.shape[1], device=keys.device)
+        sums = torch.zeros(*keys.shape[:2], known.shape[1], dtype=torch.float32, device=keys.device)
         parts = [(torch.zeros_like(whole), whole, need.size)]
         parts += [(whole, count, need.last)] if end and need.last else []
         for first, stop, size in parts:

@@ -191,7 +191,11 @@ def _joined_bias(store: Store, inserted: Inserted | None) -> Tensor | None:
         return None
     both = ((store.bias, store.columns), (inserted.bias, inserted.columns))
     return torch.cat(
-        [torch.zeros(of.shape, device=of.device) if bias is None else bias for bias, of in both], -1
+        [
+            torch.zeros(of.shape, dtype=torch.float32, device=of.device) if bias is None else bias
+            for bias, of in both
+        ],
+        -1,
     )
 
 

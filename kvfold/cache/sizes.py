@@ -96,7 +96,7 @@ def _with_candidates(
     """Observation with the addends that tell forced entries and those in the prefix from others."""
     positions = state.positions()
     forced = state.plan.stages.forced.mask(positions, torch.zeros_like(state.seen_per_row()))
-    none = torch.zeros(positions.shape, device=positions.device)
+    none = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
     candidates = with_forced(none, forced, positions)
     outside = positions < state.protected().view(-1, 1, 1)
     outside = outside if beside is None else outside | beside

@@ -51,7 +51,7 @@ class Surprise:
         if prompt and not self.open:
             began = start
             numbers = None if numbers is None else numbers * self.decay
-        new = torch.full(ids.shape, torch.nan, device=ids.device)
+        new = torch.full(ids.shape, torch.nan, dtype=torch.float32, device=ids.device)
         if self.logits is not None:
             new[:, :1] = surprise(self.logits[:, -1:].to(ids.device), ids[:, :1])
         return replace(

@@ -204,6 +204,8 @@ def _file(document: Path, out: Path | None) -> Path:
     if out is None and str(document) == "-":
         raise KvfoldError("standard input has no name for the file: give --out")
     path = out or document.with_suffix(".kvfold")
+    if path.is_dir() and str(document) != "-":  # as with several documents
+        path = path / document.with_suffix(".kvfold").name
     check_place(path)
     return path
 

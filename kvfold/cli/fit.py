@@ -59,7 +59,10 @@ def command(
         ),
     ] = None,
     passages: Annotated[
-        int, typer.Option(min=4, help="Passages to read; every fourth is held out.")
+        int,
+        typer.Option(
+            min=4, help="Passages to read; some are held out where a fit is tested on them."
+        ),
     ] = 32,
     words: Annotated[int, typer.Option(min=50, help="Words of a passage.")] = WORDS,
     resume: Annotated[
@@ -99,6 +102,8 @@ def command(
     out = out or Path(f"{'scorer' if other is None else _last_name(scorer)}.safetensors")
     check_place(out)
     check_apart([out], texts)
+    if len([path for path in texts if str(path) == "-"]) > 1:
+        raise KvfoldError("standard input is read once: name one -")
     whole = [read_text(path, encoding) for path in texts]
     read = drawn(whole, passages, words, seed)
     for place in too_short(whole, words):

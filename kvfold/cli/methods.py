@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvfold.cli.console import table
 from kvfold.cli.options import Json
+from kvfold.errors import KvfoldError
 from kvfold.terminal import console, print_json
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ def command(
 ) -> None:
     """List every method with its stages, paper and defaults."""
     import kvfold
+    from kvfold.methods.base import parse
     from kvfold.methods.registry import preset
 
     if name is not None:
-        print_json(_as_json(name, preset(name))) if as_json else _show(preset(name))
+        if "+" in name:
+            raise KvfoldError(f"{name} is several methods: name one of them")
+        shown_method = parse(name) if ":" in name else preset(name)
+        print_json(_as_json(name, shown_method)) if as_json else _show(shown_method)
         return
     known = {name: preset(name) for name in kvfold.list_methods()}
     if as_json:

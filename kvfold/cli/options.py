@@ -228,12 +228,16 @@ def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:
     return [*documents, *map(Path, files_of(method).values())]
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
+def read_text(path: Path, encoding: str | None = None) -> str:
     """The text of a file, or of standard input for "-"; a byte order mark is no part of it.
+
+    `encoding` is the command's option; None: it has none, and texts are UTF-8.
 
     Raises KvfoldError if it cannot be read or decoded, or is empty.
     """
     name = "standard input" if str(path) == "-" else str(path)
+    remedy = "save it as UTF-8" if encoding is None else "give the right --encoding"
+    encoding = encoding or "utf-8"
     try:
         if str(path) == "-":
             text = TextIOWrapper(typer.get_binary_stream("stdin"), _unmarked(encoding)).read()
@@ -245,13 +249,10 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         raise KvfoldError(f"unknown encoding {encoding!r}: write for example latin-1") from problem
     except UnicodeDecodeError as problem:
         raise KvfoldError(
-            f"cannot read {name} as {encoding}: {problem.reason} at byte {problem.start}; "
-            "give the right --encoding"
+            f"cannot read {name} as {encoding}: {problem.reason} at byte {problem.start}; {remedy}"
         ) from problem
     except UnicodeError as problem:
-        raise KvfoldError(
-            f"cannot read {name} as {encoding}: {problem}; give the right --encoding"
-        ) from problem
+        raise KvfoldError(f"cannot read {name} as {encoding}: {problem}; {remedy}") from problem
     except OSError as problem:
         raise KvfoldError(f"cannot read {name}: {problem.strerror or problem}") from problem
     if not text.strip():

@@ -155,10 +155,10 @@ def command(
 
     largest = int(Budget.bytes(body).amount)
     api_key = api_key and api_key.strip()  # files of secrets end with a line break
+    given = given_options(ctx)
     if engine == "vllm":
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
-        given = given_options(ctx)
         _check_for_vllm(given)
         from kvfold.cli.serve_vllm import serve
 
@@ -218,7 +218,7 @@ def command(
         grace=grace,
     )
     # Refused here, before a large model is loaded.
-    checked(method, budget if parse(method).takes_budget else None)
+    checked(method, budget if parse(method).takes_budget or "budget" in given else None)
     bound = listening(host, port)
     network, tokenizer = load(model, loading)
     name = Path(model).name if Path(model).is_dir() else model
@@ -245,9 +245,13 @@ def _check_for_vllm(given: Mapping[str, str]) -> None:
 def _announce(bound: socket.socket, name: str, settings: ServerSettings) -> None:
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    from kvfold.methods.base import parse
+
+    takes = parse(settings.method).takes_budget
+    within = f" within {settings.budget}" if takes else ""
     console().print(
-        f"{name} at http://{shown}:{port}/v1, contexts by {settings.method} within "
-        f"{settings.budget}, {size(settings.memory)} of them in memory",
+        f"{name} at http://{shown}:{port}/v1, contexts by {settings.method}{within}, "
+        f"{size(settings.memory)} of them in memory",
         soft_wrap=True,
     )
     if settings.api_key is None and host not in LOCAL:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median, median_low
 
 from rich.console import Console
 from rich.table import Table
@@ -76,7 +77,9 @@ def _table(load: ThroughputCell, records: Sequence[ThroughputRecord]) -> Table:
     shown = table(
         f"{load}, weights and cache in {size(load.cap)}", "method", *numbers, right=numbers
     )
-    shown.caption = "tokens/s: generated ones, over prefill and decode; x full: within a round"
+    shown.caption = (
+        "tokens/s: generated ones, over prefill and decode; x full: within a round; medians"
+    )
     full = {(r.session, r.round): r for r in records if r.method == FULL}
     names = dict.fromkeys(record.label for record in records)
     for label in sorted(names, key=lambda label: label.method != FULL):
@@ -84,14 +87,13 @@ def _table(load: ThroughputCell, records: Sequence[ThroughputRecord]) -> Table:
         outcomes = [record.outcome for record in own]
         pairs = [(r, full[r.session, r.round]) for r in own if (r.session, r.round) in full]
         ratios = [r.outcome.tokens_per_second / f.outcome.tokens_per_second for r, f in pairs]
-        middle = sorted(outcomes, key=lambda o: o.tokens_per_second)[len(outcomes) // 2]
         shown.add_row(
             str(label),
-            f"{middle.batch}",
-            size(middle.cache_bytes),
-            rate(middle.tokens_per_second),
+            f"{median_low(o.batch for o in outcomes)}",
+            size(median_low(o.cache_bytes for o in outcomes)),
+            rate(median(o.tokens_per_second for o in outcomes)),
             spread(Quartiles.of(ratios)),
-            f"{middle.prefill_seconds:.3g} s",
-            f"{middle.decode_seconds:.3g} s",
+            f"{median(o.prefill_seconds for o in outcomes):.3g} s",
+            f"{median(o.decode_seconds for o in outcomes):.3g} s",
         )
     return shown

@@ -62,7 +62,9 @@ class Features:
         """Scales that bring each feature's mean square in a first text to 1."""
         scales = text.features.double().square().mean(2).sqrt().clamp(min=1e-6).float().cpu()
         size, most = scales.shape[-1], max(PROJECTIONS)
-        draw = torch.randn(size, most, generator=torch.Generator().manual_seed(seed))
+        draw = torch.randn(
+            size, most, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+        )
         return cls(scales, draw * (SPREAD / size**0.5))
 
     def of_layer(self, text: ScoredText, layer: int) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,20 +25,26 @@ CACHES = ("cache_implementation", "cache_config")
 class Enabled:
     """A model whose `generate` compresses, until `disable`, or until the `with` block ends.
 
-    Inside another such block the model then compresses as `before`.
+    Inside another such block the model then compresses as `before`; where its attention was
+    `routed` through kvfold already, it stays so, for caches made before.
     """
 
-    def __init__(self, model: PreTrainedModel, before: CompressedGenerate | None = None) -> None:
-        self.model, self.before = model, before
+    def __init__(
+        self, model: PreTrainedModel, routed: bool, before: CompressedGenerate | None = None
+    ) -> None:
+        self.model, self.routed, self.before = model, routed, before
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.before is None:
+        if self.before is None and not self.routed:
             disable(self.model)
-        else:
-            with preparing:
+            return
+        with preparing:
+            _restore(self.model)
+            attention.begin_batching_by(self.model)
+            if self.before is not None:
                 _replace(self.model, self.before)
 
 
@@ -51,12 +58,12 @@ class CompressedGenerate:
         self.model, self.make, self.read = model, make, read
         self.stock: Any = model.generate
 
-    def __call__(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+    def __call__(self, inputs: Any = None, *others: Any, **options: Any) -> Any:
         """The result of `model.generate`. Raises as `kvfold.generate` and `CompressedCache` do."""
-        if generation_config is not None:
-            options["generation_config"] = generation_config
+        options |= zip(list(signature(self.stock).parameters)[1:], others, strict=False)
         if options.get("past_key_values") is not None:
             return self.stock(inputs, **options)
+        options.pop("past_key_values", None)
         given = [name for name in CACHES if options.get(name) is not None]
         if given or settings_of(self.model, options).use_cache is False:
             raise KvfoldError(
@@ -111,11 +118,12 @@ def enable(
         "max_cache_tokens": max_cache_tokens,
         "seed": seed,
     }
+    routed = attention.is_enabled(model)
     if method is None:
         if any((*make.values(), prefill_chunk)):
             raise KvfoldError('name a method, too: kvfold.enable(model, "snapkv", 0.3)')
         attention.enable(model)
-        return Enabled(model)
+        return Enabled(model, routed)
     make["method"] = method
     CompressedCache(model, **make)
     before = model.__dict__.get("generate")
@@ -123,7 +131,7 @@ def enable(
         _restore(model)
         replaced = CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk})
         _replace(model, replaced)
-    return Enabled(model, before if isinstance(before, CompressedGenerate) else None)
+    return Enabled(model, routed, before if isinstance(before, CompressedGenerate) else None)
 
 
 def disable(model: PreTrainedModel) -> None:

@@ -51,7 +51,7 @@ def reconstruct(
     assert how is not None and tokenizer is not None
     frame = PromptFrame.of(tokenizer)
     opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if mask is None else mask.long()
     starts = (mask.cumsum(-1) == 0).sum(-1)
     rows = zip(input_ids, starts.tolist(), strict=True)
     lengths = [opening_length(row[start:], opening) for row, start in rows]

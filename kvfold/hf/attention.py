@@ -105,12 +105,12 @@ def _route(model: PreTrainedModel) -> None:
         before[""], routed[""] = model.config._attn_implementation, NAMES[kind]
     model.set_attn_implementation(routed)
     _loaded[model] = before
-    begin_batching_by(model, partial(_batch_without_kvfold, model))
+    begin_batching_by(model)
 
 
-def begin_batching_by(model: PreTrainedModel, begin: Callable[..., Any]) -> None:
-    """Lets continuous batching of the model begin by `begin`, until `disable`."""
-    setattr(unwrapped(model), BATCHING, begin)
+def begin_batching_by(model: PreTrainedModel, begin: Callable[..., Any] | None = None) -> None:
+    """Lets continuous batching begin by `begin`, until `disable`; None: as without kvfold."""
+    setattr(unwrapped(model), BATCHING, begin or partial(_batch_without_kvfold, model))
 
 
 def _batch_without_kvfold(model: Any, *args: Any, **options: Any) -> Any:

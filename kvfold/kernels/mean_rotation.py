@@ -16,7 +16,7 @@ def rotary_pairs(rotate: Rotate, size: int, device: torch.device) -> Tensor:
 
     Of a rotary pair these are both; a component that is not rotated is alone.
     """
-    one = torch.eye(size, device=device)
+    one = torch.eye(size, dtype=torch.float32, device=device)
     by_one = torch.ones(1, dtype=torch.long, device=device)
     return (rotate(one[None, None], by_one)[0, 0] != 0).float().maximum(one)
 
@@ -32,7 +32,7 @@ def mean_rotation(rotate: Rotate, first: Tensor, count: int, size: int) -> Tenso
     `rotate` turns vectors `[B, H, n, D]` by `[B]` or `[B, n]` positions: each rotary pair by an
     angle of its own, so that a vector of ones per position shows all cosines and sines.
     """
-    rows, one = len(first), torch.eye(size, device=first.device)
+    rows, one = len(first), torch.eye(size, dtype=torch.float32, device=first.device)
     pairs = rotary_pairs(rotate, size, first.device)
     positions = first[:, None] + torch.arange(count, device=first.device)
     ones = one.new_ones(()).expand(rows, 1, count, size)

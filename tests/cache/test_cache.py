@@ -106,6 +106,23 @@ def test_after_a_frozen_block_sliding_layers_slide_again():
     assert reader.cache.layers[0].keys.shape[2] == 15  # window 16: this token and 15 before it
 
 
+def test_rows_that_change_places_in_a_frozen_block_do_so_where_it_began():
+    model = build("gemma3")
+    ids, said = prompts((64, 64))[0], []
+    for inside in (False, True):
+        reader = Reader(model, CompressedCache(model, "snapkv:window=8", 30))
+        reader(ids)
+        if not inside:
+            reader.cache.reorder_cache(torch.tensor([1, 0]))
+        with reader.cache.frozen():
+            reader(continuation(2, 5))
+            if inside:
+                reader.cache.reorder_cache(torch.tensor([1, 0]))
+            reader.cache.crop(-5)
+        said.append(reader(continuation(2, 4, seed=3)))
+    torch.testing.assert_close(said[0], said[1])
+
+
 def test_taking_back_evicted_tokens_is_refused_and_changes_nothing(model):
     for spec in ("snapkv:window=8", "knorm:skip_layers=0", "pyramidkv:window=8"):
         reader = start(model, spec, budget=30)

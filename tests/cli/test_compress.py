@@ -186,3 +186,13 @@ def test_what_cannot_be_levelled_is_refused_before_a_model_is_loaded(tmp_path: P
     assert "evict while" in refused(*given, "--method", "h2o")
     assert "leave per_chunk and scores out" in refused(*given, "--method", "knorm", "--keep-scores")
     assert "for one document" in refused(*given[:5], "--budgets", "0.5,0.2", "--method", "knorm")
+
+
+def test_one_document_goes_into_a_folder_as_several_do(folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "one.txt", tmp_path / "contexts"
+    text.write_text(PROMPT)
+    out.mkdir()
+    words = ["compress", str(folder), str(text), "--method", "knorm", "--out", str(out)]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    assert [path.name for path in out.iterdir()] == ["one.kvfold"]

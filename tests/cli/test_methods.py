@@ -59,3 +59,11 @@ def test_methods_and_context_files_as_json(folder: Path, tmp_path: Path) -> None
     both = run_json("compress", str(folder), str(text), str(folder / "config.json"), "-o",
                     str(tmp_path), "--method", "full")  # fmt: skip
     assert sorted(Path(one["file"]).name for one in both) == ["config.kvfold", "text.kvfold"]
+
+
+def test_methods_shows_one_with_its_options_set() -> None:
+    shown = " ".join(kvfold_command("methods", "snapkv:window=16").output.split())
+    assert re.search(r"window int 16 last queries that vote", shown)
+    assert "snapkv + kivi is several methods: name one of them" in refused(
+        "methods", "snapkv + kivi"
+    )

@@ -69,6 +69,8 @@ def untouched(*arguments: str) -> str:
         (("serve", "bundled", "--method", "nope"), "unknown method 'nope'"),
         (("serve", "bundled", "--method", "snapkv", "--budget", "5"), "at least 32"),
         (("serve", "bundled", "--budget", "much"), "cannot read 'much'"),
+        (("serve", "bundled", "--method", "kivi", "--budget", "0.3"), "kivi takes no budget"),
+        (("fit", "bundled", "-", "-"), "standard input is read once"),
         (
             ("run", "bundled", "--budget", "1", "--prompt", "a", "--device", "cpu",
              "--device-map", "auto", "--method", "knorm"),
@@ -106,6 +108,9 @@ def test_a_text_in_another_encoding_is_refused_in_one_line(tmp_path: Path, encod
     path.write_bytes("Es regnet über Köln!".encode("latin-1") + b"\x00\xd8")
     with pytest.raises(kvfold.KvfoldError, match=f"as {encoding}: .*give the right --encoding"):
         read_text(path, encoding)
+    # Of commands without the option.
+    with pytest.raises(kvfold.KvfoldError, match=r"as utf-8: .*save it as UTF-8"):
+        read_text(path)
 
 
 def test_a_file_that_is_not_kvfold_s_is_not_written_over(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 import kvfold
 from kvfold import CompressedCache, KvfoldError
 from tests.helpers.caches import GREEDY
-from tests.helpers.contexts import DOCUMENT
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.longrope import longrope
 from tests.helpers.models import build, prompts
 from tests.helpers.tokenizers import word_tokenizer
@@ -231,3 +231,30 @@ def test_what_does_not_go_together_is_refused(model):
         model.generate(**GREEDY)
     with pytest.raises(KvfoldError, match=r"input_ids \[1, 0\] hold no token"):
         model.generate(ids[:, :0], **GREEDY)
+
+
+def test_caches_made_before_a_block_go_on_after_it():
+    model, tokenizer = new_model(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
+    chat = context.chat()
+    said = [context.ask(QUESTION, max_new_tokens=4), chat.ask(QUESTION, max_new_tokens=4)]
+    with kvfold.enable(model, "snapkv", 0.5):
+        assert "generate" in vars(model)
+    assert "generate" not in vars(model)
+    assert context.ask(QUESTION, max_new_tokens=4) == said[0]
+    assert chat.ask(QUESTION, max_new_tokens=4)
+    kvfold.disable(model)
+
+
+def test_an_enabled_model_is_called_as_transformers_is(model):
+    ids = torch.arange(3, 40)[None]
+    with kvfold.enable(model, "snapkv:window=8", 0.5):
+        plain = model.generate(ids, max_new_tokens=4, do_sample=False)
+        as_given = model.generate(
+            ids, None, [], past_key_values=None, max_new_tokens=4, do_sample=False
+        )
+        assert torch.equal(plain, as_given)
+        embeddings = model.get_input_embeddings()(ids)
+        assert model.generate(
+            inputs_embeds=embeddings, past_key_values=None, max_new_tokens=2
+        ).numel()

@@ -339,3 +339,35 @@ def test_trying_a_model_out_draws_none_of_the_users_numbers():
     before = torch.get_rng_state()
     kvfold.CompressedCache(model, "knorm", 20)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- torch's settings ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+@pytest.mark.parametrize("spec", NAMED)
+def test_torch_s_default_dtype_changes_nothing(spec, dtype):
+    def outcome() -> tuple[Tensor, list[Tensor]]:
+        cache = new_cache(small, spec)
+        return answer(small, cache, prompt(1)), held(cache)
+
+    small = build("llama", torch.float32, num_hidden_layers=3)
+    ids, entries = outcome()
+    torch.set_default_dtype(dtype)
+    try:
+        again, kept = outcome()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(ids, again) and same(entries, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+@pytest.mark.parametrize("spec", ["kvzip", "snapkv:window=8"])
+def test_masks_of_any_dtype_mean_the_same(model, spec, dtype):
+    ids, mask = prompts((64, 40))
+    found = []
+    for each in (mask, mask.to(dtype)):
+        cache = new_cache(model, spec)
+        found.append((answer(model, cache, ids, each), held(cache)))
+    assert torch.equal(found[0][0], found[1][0]) and same(found[0][1], found[1][1])

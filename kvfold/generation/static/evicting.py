@@ -58,7 +58,12 @@ class StaticEvicting(StaticBuffers):
         self.merging = state.merging
         if state.plan.stages.merge_one is not None:
             # NaN stands for a head of which nothing has left yet.
-            nothing = torch.full(self.positions.shape[:2], torch.nan, device=self.positions.device)
+            nothing = torch.full(
+                self.positions.shape[:2],
+                torch.nan,
+                dtype=torch.float32,
+                device=self.positions.device,
+            )
             self.merging = nothing if self.merging is None else self.merging.clone()
         self.bias = self._widened_bias(layer)
         for per_entry in (self.positions, self.sums, self.squares):

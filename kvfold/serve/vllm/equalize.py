@@ -62,7 +62,7 @@ class EntryCounts:
 
 def votes(file: ContextFile) -> Tensor:
     """Number of heads, over all layers, that keep each token of the document: float32 `[N]`."""
-    kept = torch.zeros(file.header.seen)
+    kept = torch.zeros(file.header.seen, dtype=torch.float32)
     for part in file.header.layers:
         name = "positions" if part.store == "dense" else "columns"
         if name not in part.by_head:

@@ -112,7 +112,7 @@ def pages(
     """KV heads `heads` of each layer in turn; raises what `check_plain` raises."""
     check_plain(file)
     header = file.header
-    kept = votes(file) if counts.lost else torch.zeros(header.seen)
+    kept = votes(file) if counts.lost else torch.zeros(header.seen, dtype=torch.float32)
     coded = decoded(file, dict(enumerate(meta_model.rotations)))
     for saved, count in zip(header.layers, counts.layers, strict=True):
         held = entries(file, saved, range(len(saved.kept))[heads], coded)

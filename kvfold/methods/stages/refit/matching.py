@@ -100,11 +100,11 @@ class Matching:
     def __call__(self, given: Compaction) -> Refitted:
         """New values and biases; KV heads of about as many kept entries are fitted together."""
         values, slots = take(given.values, given.slots), given.slots
-        bias = torch.zeros(slots.shape, device=slots.device)
+        bias = torch.zeros(slots.shape, dtype=torch.float32, device=slots.device)
         if given.bias is not None:
             bias = pick(given.bias, slots, 0)
         most = torch.finfo(values.dtype).max
-        report = torch.zeros(len(slots), 4, device=slots.device)
+        report = torch.zeros(len(slots), 4, dtype=torch.float32, device=slots.device)
         for row, references in enumerate(given.references.rows()):
             mine = (slots[row] >= 0) & given.block[row].gather(1, slots[row].clamp(min=0))
             sums = torch.zeros(3, dtype=torch.float64, device=slots.device)

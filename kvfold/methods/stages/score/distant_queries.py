@@ -33,7 +33,7 @@ class Centres(Fitted):
         """Moments of one row, in one layer, of its KV heads `heads` (None: all)."""
         own = heads or slice(None)
         centres, lengths = (each[layer, own].flatten(0, 1)[None] for each in self.tensors.values())
-        return QueryMoments(torch.ones(1), centres, moduli=lengths)
+        return QueryMoments(torch.ones(1, dtype=torch.float32), centres, moduli=lengths)
 
 
 def distant_logits(observation: Observation, farthest: int, over: Over) -> Tensor:

@@ -27,7 +27,7 @@ def leverage_scores(
     size = centred.shape[-1]
     if size > sketch:
         generator = torch.Generator().manual_seed(observation.seed)
-        gaussian = torch.randn(size, sketch, generator=generator) / sketch**0.5
+        gaussian = torch.randn(size, sketch, generator=generator, dtype=torch.float32) / sketch**0.5
         centred = centred @ gaussian.to(centred.device)
     exact = centred.double()  # so that rounding needs no larger jitter
     factor = _factor(exact.transpose(-1, -2) @ exact, jitter)

@@ -18,5 +18,7 @@ def uniform_noise(observation: Observation) -> Tensor:
     positions = observation.positions.clamp(min=0)
     generator = torch.Generator().manual_seed(observation.seed)
     # Drawn token by token, so that a longer row in the batch changes nothing for a shorter one.
-    noise = torch.rand(int(positions.max()) + 1, heads, generator=generator).T.to(positions.device)
+    noise = torch.rand(
+        int(positions.max()) + 1, heads, generator=generator, dtype=torch.float32
+    ).T.to(positions.device)
     return noise.expand(len(positions), -1, -1).gather(2, positions)

@@ -16,7 +16,9 @@ BLOCK = 32  # queries whose attention rows exist at once
 
 def seldom_below_average(observation: Observation, window: int) -> Tensor:
     """Minus the number of queries that gave an entry less than the average, `[B, H, T]`."""
-    scores = torch.zeros(observation.positions.shape, device=observation.positions.device)
+    scores = torch.zeros(
+        observation.positions.shape, dtype=torch.float32, device=observation.positions.device
+    )
     for rows, seen in _blocks(observation, window):
         average = 1 / seen.sum(-1, keepdim=True).clamp(min=1)
         below = (rows < average[:, :, None]) & seen[:, :, None]

@@ -57,7 +57,8 @@ def _attention_of_newest(observation: Observation, row: int, window: int, weight
     """Weighted mean attention `[T]` of a row's last `window` queries, over all heads, in blocks."""
     one = slice(row, row + 1)
     assert observation.queries is not None and observation.query_positions is not None
-    weights = torch.linspace(1, weight, window, device=observation.keys.device)
+    device = observation.keys.device
+    weights = torch.linspace(1, weight, window, dtype=torch.float32, device=device)
     total = observation.keys.new_zeros(observation.keys.shape[2], dtype=torch.float32)
     for start in range(0, window, BLOCK):
         end = min(start + BLOCK, window)
