@@ -109,7 +109,8 @@ class Setting:
         return EvalPlan(wanted, self.subject, EvalProtocol(max_length=LIMIT), tuple(contenders))
 
     def prompt(self, record: TaskSample) -> SamplePrompt:
-        return SamplePrompt.of(record, self.tokenizer)
+        scores_text = tasks()[record.task].by_likelihood
+        return SamplePrompt.of(record, self.tokenizer, always_bos=scores_text)
 
     def ids(self, text: str) -> Tensor:
         """Tokens `[1, N]` of a text as it stands."""
