@@ -200,8 +200,9 @@ def _differences(folder: str, one: str, other: str) -> frozenset[str]:
     samples = _samples(folder)
     names = {name for cells in samples.values() for name in cells}
     pairs = [(name, other + name[len(one) :]) for name in names if name.partition("@")[0] == one]
-    scopes = {(None, None), *((unit.task, None) for unit in samples)}
-    scopes |= {(unit.task, unit.data) for unit in samples}
+    scopes: set[tuple[str | None, str | None]] = {(None, None)}
+    for unit in samples:
+        scopes |= {(unit.task, None), (unit.task, unit.data)}
     found = set()
     for (mine, theirs), aware, scope in product(pairs, (False, True), scopes):
         with suppress(SystemExit):  # no samples of both, or several texts

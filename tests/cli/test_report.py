@@ -34,7 +34,9 @@ def test_the_command_writes_page_tables_and_pictures(tmp_path: Path) -> None:
         "pareto-question-agnostic.svg", "needles-niah-question-agnostic.png",
     }  # fmt: skip
     assert all(path.stat().st_size > 500 for path in out.iterdir())
-    assert "Perplexity of perplexity, lower is better" in (out / "report.md").read_text(encoding="utf-8")
+    assert "Perplexity of perplexity, lower is better" in (out / "report.md").read_text(
+        encoding="utf-8"
+    )
     again = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--out", str(out), "--json"])
     said = json.loads(again.stdout)
     assert {Path(path).name for path in said["files"]} == {path.name for path in out.iterdir()}
