@@ -96,9 +96,11 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         stages = setup.stages_of(self.method, self.protect, self.ranks, self.fits)
         self.budget = checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
-        trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
-        setup.prepare(model, trial)
-        self.phase, self.binding = Phase.of(stages.needs), ModelBinding(model, tokenizer)
+        setup.prepare(
+            model, partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
+        )
+        self.phase = Phase.of(stages.needs)
+        self.binding = ModelBinding(model, tokenizer, stages.positions)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
             layers, model, stages, self.fits, self.budget, seed, self.ranks, shared, keep_scores
@@ -175,8 +177,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None) -> None:
-        """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_adapters`."""
-        self.binding.check_adapters()
+        """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_forward`."""
+        self.binding.check_forward(ids)
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
         self._forward.begin(start := self.get_seq_length(), self._is_level)

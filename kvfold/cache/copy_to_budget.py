@@ -12,6 +12,7 @@ from kvfold.budget import Budget
 from kvfold.cache import setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.fits import Fits
+from kvfold.cache.model_binding import UNMOVED
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.cache.reference_queries import ReferenceQueries
@@ -45,7 +46,11 @@ def take_over(
     made = checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
         setup.check_layer(stages, state.rotation, state.projection)
+    if stages.positions != "original":
+        ids = cache.phase.history.complete(cache.get_seq_length())
+        cache.binding.check_images(ids, UNMOVED)
     other = copy.deepcopy(cache, _left_out(cache, stages))
+    other.binding.positions = stages.positions
     other.phase.reads_ids = Phase.of(stages.needs).reads_ids
     other.method, other.budget, other.fits = method, made, fits
     for state in other.states:

@@ -40,7 +40,8 @@ class Edits:
 
     An edit raises KvfoldError, and changes nothing, for a span that is not in every row or whose
     entries were all evicted; inside a prefill or a `frozen()` block; for encoded entries, and for
-    sliding windows and recurrent layers; UnsupportedModel for keys that cannot be rotated.
+    sliding windows and recurrent layers; UnsupportedModel for keys that cannot be rotated, and for
+    images whose positions are not their columns (M-RoPE).
     """
 
     def drop(self: CompressedCache, *spans: Span) -> None:  # type: ignore[misc]
@@ -197,6 +198,7 @@ def check_editable(cache: CompressedCache) -> None:
         raise KvfoldError(
             f"{cache.method} encodes keys, which cannot be rotated to other positions: {REREAD}"
         )
+    cache.binding.check_images(phase.history.complete(seen), REREAD)
     for state in cache.states:
         state.rotation.check(REREAD)
 

@@ -55,6 +55,10 @@ class History:
         parts = [part.to("cpu", torch.int32) for part in self._parts]
         return torch.cat(parts, 1) if parts else None
 
+    def complete(self, seen: int) -> Tensor | None:
+        """All ids `[B, seen]` as `whole`; None unless those of all `seen` columns are known."""
+        return self.whole() if len(self) == seen else None
+
     def plus(self, ids: Tensor, start: int) -> History:
         """History with `ids [B, S]` of columns from `start` on, if all columns before are known."""
         if len(self) != start or (start and len(self._parts[-1]) != len(ids)):

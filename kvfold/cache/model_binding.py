@@ -6,14 +6,20 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.attention import handshake
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.adapters import active_adapters
 from kvfold.hf.attention import is_routed
+from kvfold.hf.image_spans import tokens_off_columns
 from kvfold.hf.models import text_config
 from kvfold.hf.stock_layers import never_sliding_windows
+from kvfold.methods.stages.decode import Positions
+
+UNMOVED = 'use another method, or positions="original"'
 
 
 class KeysLost(UnsupportedModel):
@@ -21,13 +27,17 @@ class KeysLost(UnsupportedModel):
 
 
 class ModelBinding:
-    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run."""
+    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run.
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
+    `positions` are those that the cache's method gives its keys.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, positions: Positions) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
         self.name = type(model).__name__
         self.config = text_config(model)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.positions = tokenizer, positions
+        self.image_tokens = tokens_off_columns(model)
         self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
         self.adapters: tuple[str, ...] | None = None
@@ -50,6 +60,26 @@ class ModelBinding:
             handshake.forget()
             self.check_answered(lost=True)
         self.waiting = True
+
+    def check_forward(self, ids: Tensor | None) -> None:
+        """Raises as `check_adapters`, and as `check_images` for tokens whose keys may move."""
+        self.check_adapters()
+        generated = ids is not None and ids.shape[1] == 1  # no image, and no wait for a GPU
+        if self.positions != "original" and not generated:
+            self.check_images(ids, UNMOVED)
+
+    def check_images(self, ids: Tensor | None, instead: str) -> None:
+        """Raises UnsupportedModel if `ids [B, S]` hold an image that shifts later positions.
+
+        None, the ids of embeddings, may hold one. `instead` is what the user should do.
+        """
+        if self.image_tokens and (
+            ids is None or torch.isin(ids, torch.tensor(self.image_tokens, device=ids.device)).any()
+        ):
+            raise UnsupportedModel(
+                f"{self.name} gives an image's tokens fewer positions than columns, and kvfold "
+                f"moves keys by columns: {instead}"
+            )
 
     def check_adapters(self) -> None:
         """Notes the adapters of a cache's first forward or file; KvfoldError under others later."""

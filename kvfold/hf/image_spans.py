@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
+from kvfold.hf import rope_deltas
 
 # Settings of composite configurations that name the token of an image's, video's or sound's part.
 TOKENS = tuple(
@@ -22,13 +23,24 @@ def image_spans(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[int, in
     are parted by others (rows of tiles) has several spans. Raises KvfoldError for several rows, and
     for a model without a token for them.
     """
-    named = {getattr(model.config, name, None) for name in TOKENS} - {None}
+    named = _tokens(model)
     if not named:
         raise KvfoldError(f"{type(model).__name__} has no token for images or sound")
     if input_ids.dim() > 2 or (input_ids.dim() == 2 and len(input_ids) != 1):
         raise KvfoldError("spans are of one prompt: give input_ids of one row, without padding")
     row = input_ids.flatten()
-    image = torch.isin(row, torch.tensor(sorted(named), device=row.device))
+    image = torch.isin(row, torch.tensor(named, device=row.device))
     edge = torch.zeros(1, dtype=torch.bool, device=row.device)
     changes = torch.diff(torch.cat([edge, image, edge]).int()).nonzero()[:, 0].tolist()
     return list(zip(changes[::2], changes[1::2], strict=True))
+
+
+def tokens_off_columns(model: PreTrainedModel) -> list[int]:
+    """Ids of tokens after which M-RoPE's positions are other than columns; none in most models."""
+    return _tokens(model) if rope_deltas.holders(model) else []
+
+
+def _tokens(model: PreTrainedModel) -> list[int]:
+    """Ids of the tokens of images, videos and sound."""
+    named = {getattr(model.config, name, None) for name in TOKENS}
+    return sorted(each for each in named if each is not None)

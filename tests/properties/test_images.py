@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold import CompressedCache, KvfoldError
+from kvfold import CompressedCache, KvfoldError, UnsupportedModel
 from tests.helpers.caches import BATCHES
 from tests.helpers.image_models import (
     FAMILIES,
@@ -206,6 +206,52 @@ def test_a_later_turn_takes_its_own_images(name):
     else:
         made = kvfold.generate(model, ids, cache=cache, **features, **kinds, **GREEDY)
         assert worst(logits(made), logits(whole)) <= 1e-6
+
+
+MOVING = ("streaming_llm", "finch:window=8", "snapkv:window=8 + reindex")
+
+
+@pytest.mark.parametrize("spec", MOVING)
+def test_keys_after_an_image_are_not_moved_by_columns(spec):
+    """M-RoPE gives an image fewer positions than columns; texts, and other families, go on."""
+    model, given = build("qwen2_5_vl"), prompt("qwen2_5_vl", (64,))
+    features, words = without(given, "input_ids"), continuation(1, 64)
+    plain, inputs = CompressedCache(model, spec, 20), {"attention_mask": torch.ones_like(words)}
+    kvfold.generate(model, words, cache=plain, **inputs, **GREEDY)
+    embeds = {"inputs_embeds": model.get_input_embeddings()(words)}
+    cache = CompressedCache(model, spec, 20)
+    for refused in (given, embeds):
+        with pytest.raises(UnsupportedModel, match=r"fewer positions than columns.*another method"):
+            model(past_key_values=cache, **refused)
+        assert cache.get_seq_length() == 0
+    kept = CompressedCache(model, SPEC, 20)
+    with (
+        pytest.raises(UnsupportedModel, match="fewer positions than columns"),
+        kept.reading(),
+    ):
+        model(given["input_ids"], past_key_values=kept, **features)
+        kept.to_budget(20, "snapkv:window=8 + reindex")
+    other = build("llava")
+    cache = CompressedCache(other, spec, 20)
+    kvfold.generate(other, cache=cache, **prompt("llava", (64,)), **GREEDY)
+
+
+def test_a_text_with_an_image_is_not_edited_by_columns():
+    model, words = build("qwen2_5_vl"), continuation(1, 64)
+    cache = CompressedCache(model, SPEC, 20)
+    kvfold.generate(model, cache=cache, **prompt("qwen2_5_vl", (64,)), **GREEDY)
+    before = cache.get_seq_length()
+    new = torch.tensor([[3, 4]])
+    for edit in (lambda: cache.drop((60, 62)), lambda: cache.replace((60, 62), new)):
+        with pytest.raises(
+            UnsupportedModel, match=r"fewer positions than columns.*read the edited"
+        ):
+            edit()
+    assert cache.get_seq_length() == before
+    plain = CompressedCache(model, SPEC, 20)
+    kvfold.generate(model, words, cache=plain, **GREEDY)
+    plain.drop((60, 62))
+    assert plain.get_seq_length() == 64 + GREEDY["max_new_tokens"] - 1 - 2
 
 
 def test_a_cache_can_be_made_after_a_batch_with_images():
