@@ -43,11 +43,13 @@ from kvfold.hf.stock_layers import (
     common_length,
     crop_stock,
     layer_lengths,
+    reset_stock,
     stock_layers,
     take_rows,
 )
 from kvfold.methods.base import Method, parse
 from kvfold.methods.observation import ContextReconstruction
+from kvfold.store.ragged import share_pairs
 
 
 class CompressedCache(Cache, ToldOfForwards, Edits):
@@ -323,7 +325,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def reset(self) -> None:
         """Empties the cache."""
-        super().reset()
+        for layer in self.layers:
+            reset_stock(layer)
         self.phase.reset()
         self.states[0].waiting.reset()
         self.per_chunk = None
@@ -364,15 +367,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         saved = self._before_freezing[1].values() if self._before_freezing else ()
         take_rows([*self.layers, *saved], rows)
         self.phase.index(lambda x: x.index_select(0, rows.to(x.device)))
-        self.share_pairs()
-
-    def share_pairs(self) -> None:
-        """Lets paired layers share their directions again, after each was copied alone."""
-        paired = [
-            state.ragged_store() for state in self.states if state.store and state.store.pairs
-        ]
-        for first, second in zip(paired[::2], paired[1::2], strict=True):
-            second.share_with(first)
+        share_pairs(state.store for state in self.states)
 
     # --- contents ---------------------------------------------------------------------------
 

@@ -139,6 +139,14 @@ def crop_stock(layer: Any, tokens_to_remove: int) -> None:
         layer.crop(tokens_to_remove)
 
 
+def reset_stock(layer: Any) -> None:
+    """Empties a stock layer; before transformers 5.18 windows would keep zeros in their place."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    layer.reset()
+
+
 def take_rows(layers: Iterable[Any], rows: Tensor) -> None:
     """Row i of every layer becomes a copy of row `rows[i]`, of which there may be more or fewer.
 

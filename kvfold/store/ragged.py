@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -366,6 +366,13 @@ class RaggedStore(Store):
 
     def _parts(self) -> list[Part]:
         return [part for part in (self._keys, self._values, self._bias) if part is not None]
+
+
+def share_pairs(stores: Iterable[Store | None]) -> None:
+    """Lets the stores of paired layers share directions again, after each was copied alone."""
+    paired = [store for store in stores if isinstance(store, RaggedStore) and store.pairs]
+    for first, second in zip(paired[::2], paired[1::2], strict=True):
+        second.share_with(first)
 
 
 def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import io
 
 import pytest
 import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
@@ -63,6 +64,18 @@ def test_a_reset_cache_is_as_new(model):
     again = Reader(model, reader.cache)
     again(prompts(ALONE)[0])
     assert same(decode(again), expected)
+
+
+@pytest.mark.parametrize("reset", [DynamicSlidingWindowLayer.reset, CacheLayerMixin.reset])
+def test_a_reset_cache_with_sliding_windows_is_as_new(monkeypatch, reset):
+    """Before transformers 5.18 windows had the second `reset`, which keeps zeros."""
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "reset", reset)
+    sliding = build("gemma2", torch.float64)
+    reader = start(sliding, "h2o", PADDED)
+    reader.cache.reset()
+    again = Reader(sliding, reader.cache)
+    again(prompts(ALONE)[0])
+    assert same(decode(again), decode(start(sliding, "h2o")))
 
 
 @pytest.mark.parametrize("spec", [spec for spec in STATEFUL if not moves(spec)])

@@ -40,6 +40,7 @@ from kvfold.hf.models import layer_device
 from kvfold.kernels.views import Named
 from kvfold.methods.base import Method, parse, spelled_out
 from kvfold.methods.registry import registered
+from kvfold.store.ragged import share_pairs
 
 
 def load(
@@ -208,7 +209,7 @@ def _fill(
             others.restore(layer, saved, by_head, whole, device)
         else:
             raise ContextFileError(f"{file.path} holds no {kind} at layer {index}")
-    cache.share_pairs()
+    share_pairs(state.store for state in cache.states)
 
 
 def _of_other(file: ContextFile, saved: StockLayerHeader, heads: slice | None) -> range:
