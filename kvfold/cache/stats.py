@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+OVER_BUDGET = "the budget came out below the forced set, which was kept"
+
 
 @dataclass(frozen=True, repr=False)
 class Stats:
@@ -93,7 +95,7 @@ class Stats:
         if self.per_chunk is not None:
             lines.append(f"compressed after every {self.per_chunk} tokens of the prompt")
         if self.forced_over_budget:
-            lines.append("the budget came out below the forced set, which was kept")
+            lines.append(OVER_BUDGET)
         if self.inexact and self.kept_fraction < 1:
             lines.append(
                 f"{self.mean_kept - self.later:,.1f} entries per layer and KV head are kept where "

@@ -90,8 +90,7 @@ def command(
 ) -> None:
     """Measure methods beside the full cache, in turns: time, bytes, peak memory."""
     _check_given(ctx, throughput, peer or [])
-    if out.suffix == ".png":
-        raise KvfoldError(f"{out} is where the picture goes: name the records, such as bench.jsonl")
+    _check_out(out, picture=throughput is None)
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         import torch
@@ -146,6 +145,18 @@ def _check_given(ctx: typer.Context, throughput: str | None, peers: list[str]) -
     refuse_given(ctx, ["memory_cap"], "without --throughput, no memory is capped")
     if "kvpress" not in peers:
         refuse_given(ctx, ["peer_python"], "without --peer kvpress, no other Python runs")
+
+
+def _check_out(out: Path, picture: bool) -> None:
+    """Raises KvfoldError if the `picture` of a new file of records would replace another file."""
+    if out.suffix == ".png":
+        raise KvfoldError(f"{out} is where the picture goes: name the records, such as bench.jsonl")
+    drawn = out.with_suffix(".png")
+    if picture and drawn.exists() and not out.exists():
+        raise KvfoldError(
+            f"{drawn} is there, without records of which it could be the picture: choose another "
+            "--out, or remove it"
+        )
 
 
 def words(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.console import progress, size, table
 from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
@@ -183,7 +184,7 @@ def _costs(trial: DemoTrial, unknown: Unknown) -> Table:
         "own cache; time per token: over the full cache's, steps in turn, full against itself"
     )
     if any(result.stats.forced_over_budget for result in unknown.values()):
-        shown.caption += "; *: the budget came out below the forced set, which was kept"
+        shown.caption += f"; *: {OVER_BUDGET}"
     previous: str | None = None
     for (method, limit), result in unknown.items():
         if limit != previous:

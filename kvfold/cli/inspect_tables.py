@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.console import size, table
 from kvfold.inspect.attention_maps import MOST, SINKS, THRESHOLDS, LayerAttention, lazy_window
 from kvfold.inspect.inspected_text import InspectedText
@@ -48,11 +49,13 @@ def methods_table(document: InspectedText, retentions: Sequence[Retention]) -> T
     asked = [needle for needle in document.needles if needle.asked]
     numbers = ("kept", *(("of needles", "of the one asked") if asked else ()), "bytes", "of full")
     shown = table("what each method keeps", "method", *numbers, right=numbers)
+    if any(retention.forced_over_budget for retention in retentions):
+        shown.caption = f"*: {OVER_BUDGET}"
     for retention in retentions:
         found = (retention.kept_of(document.needles), retention.kept_of(asked)) if asked else ()
         shown.add_row(
             retention.method,
-            f"{retention.kept:.1%}",
+            f"{retention.kept:.1%}{'*' * retention.forced_over_budget}",
             *(f"{share:.0%}" for share in found),
             size(retention.nbytes),
             f"{retention.nbytes / retention.nbytes_full:.1%}",

@@ -20,6 +20,7 @@ from kvfold.contexts.context import Context
 from kvfold.errors import KvfoldError
 from kvfold.eval import short_ruler
 from kvfold.eval.tasks.ruler_niah import split
+from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_count
 from kvfold.inspect.inspected_text import InspectedText, needles_in
 
@@ -65,7 +66,8 @@ class DemoTrial:
     ) -> DemoTrial:
         """A trial on `length` tokens: needles in a passage of `book`, or in noise.
 
-        Raises KvfoldError for a length that cannot hold the needles.
+        Raises KvfoldError for a length that cannot hold the needles, or that is too long for the
+        model.
         """
         count = partial(token_count, tokenizer)
         haystack = short_ruler.NOISE if book is None else split(" ".join(book.split()))
@@ -84,6 +86,12 @@ class DemoTrial:
             raise KvfoldError(f"{problem}: give more --tokens") from problem
         questions = tuple(dict.fromkeys(drawn.questions))
         room = 4 + max(count(f"{q.prefix} {q.answers[0]}.") for q in questions)
+        longest = length + max(count(q.text) for q in questions) + room
+        told = too_long(model, longest)
+        if told is not None:
+            raise KvfoldError(
+                f"the document, a question and its answer have {told}: give fewer --tokens"
+            )
         sample = short_ruler.NeedleDocument(drawn.task, drawn.document, questions)
         return cls(model, tokenizer, sample, room)
 

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.console import kept_per_layer, seconds, size, stats_json, table
 from kvfold.cli.options import (
     AllowLonger,
@@ -189,7 +190,7 @@ def costs(stats: Stats, clock: TokenTimer) -> Table:
         shown.add_row(name, value)
     shown.caption = "counted after the last token"
     if stats.forced_over_budget:
-        shown.caption += "; the budget came out below the forced set, which was kept"
+        shown.caption += f"; {OVER_BUDGET}"
     return shown
 
 

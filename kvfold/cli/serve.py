@@ -84,6 +84,7 @@ def command(
     folder: Annotated[
         Path | None,
         typer.Option(
+            file_okay=False,
             help="Folder of context files: read at the start, kept at the end.",
             show_default="a temporary one",
         ),
@@ -151,6 +152,7 @@ def command(
     and contexts apply; others are refused.
     """
     from kvfold.budget import Budget
+    from kvfold.codecs.codec import codec_of
     from kvfold.methods.registry import listed
 
     largest = int(Budget.bytes(body).amount)
@@ -219,6 +221,8 @@ def command(
     )
     # Refused here, before a large model is loaded.
     checked(method, budget if parse(method).takes_budget or "budget" in given else None)
+    if codec is not None:
+        codec_of(codec)
     bound = listening(host, port)
     network, tokenizer = load(model, loading)
     name = Path(model).name if Path(model).is_dir() else model

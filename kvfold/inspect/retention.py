@@ -23,6 +23,7 @@ class Retention:
 
     `counts [L, N]` is the number of KV heads that store a token, `heads` the KV heads of each of
     the L layers; `nbytes` and `nbytes_full` are bytes of this cache and of a full one.
+    `forced_over_budget`: the budget came out below the forced entries, which were kept.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Retention:
     heads: tuple[int, ...]
     nbytes: int
     nbytes_full: int
+    forced_over_budget: bool
 
     @property
     def shares(self) -> Tensor:
@@ -75,7 +77,8 @@ def measure_retention(
     positions = [context.cache.positions(i) for i in range(len(stats.kept))]
     heads = tuple(len(layer[0]) for layer in positions)
     counts = heads_per_token(positions, document.ids.shape[1])
-    return Retention(method, stats.budget, counts, heads, stats.nbytes, stats.nbytes_full)
+    sizes = stats.nbytes, stats.nbytes_full
+    return Retention(method, stats.budget, counts, heads, *sizes, stats.forced_over_budget)
 
 
 def heads_per_token(positions: Positions, tokens: int) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.commands import refused
@@ -28,6 +30,15 @@ def test_throughput_takes_no_options_of_the_rounds(given: tuple[str, ...]) -> No
 
 def test_records_are_not_named_as_their_picture() -> None:
     assert "where the picture goes" in refused("bench", "no-such-model", "--out", "b.png")
+
+
+def test_a_picture_without_records_is_somebody_else_s(tmp_path: Path) -> None:
+    picture = tmp_path / "b.png"
+    picture.write_bytes(b"a photograph")
+    said = refused("bench", "no-such-model", "--out", str(tmp_path / "b.jsonl"))
+    assert f"{picture} is there, without records" in said
+    assert picture.read_bytes() == b"a photograph"
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 def test_several_are_named_together() -> None:

@@ -30,6 +30,18 @@ def test_the_command_writes_a_page_and_pictures_and_never_over_them(tmp_path: Pa
     assert (out / PAGE).read_bytes() == written
 
 
+def test_budgets_below_the_forced_entries_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvfold.cli.inspect._write", lambda *_: None)
+    prompt = ("--prompt", "The sky is blue. " * 20)
+    result = inspect(*prompt, "--methods", "snapkv:window=8,knorm", "--budget", "0.05")
+    assert re.search(r"snapkv:window=8 +[\d.]+%\*", result.output)
+    assert re.search(r"knorm +[\d.]+% ", result.output)
+    assert "*: the budget came out below the forced set" in result.output
+
+
 def test_without_a_folder_each_run_gets_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 import kvfold
-from tests.helpers.commands import refused
+from tests.helpers.commands import kvfold_command, refused
 
 
 def served(folder: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
@@ -108,8 +108,10 @@ def test_the_command_refuses(tmp_path, monkeypatch):
     assert "cannot read 'much'" in refused("serve", "bundled", *free, "--memory", "much")
     assert "unknown method" in refused("serve", "bundled", *free, "--method", "none")
     assert "the API key is empty" in refused("serve", "bundled", *free, "--api-key", " ")
+    assert "there is no codec 'gzip'" in refused("serve", "none", *free, "--codec", "gzip")
     path = tmp_path / "file"
     path.write_text("")
-    assert "contexts' folder" in refused("serve", "bundled", *free, "--folder", str(path))
+    told = kvfold_command("serve", "none", *free, "--folder", str(path))
+    assert told.exit_code == 2 and "Invalid value for '--folder'" in told.output
     monkeypatch.setitem(sys.modules, "kvfold.serve.engine", None)
     assert "pip install 'kvfold[serve]'" in refused("serve", "bundled", *free)

@@ -42,7 +42,7 @@ def test_what_needles_keep_is_counted_over_their_entries() -> None:
     layers = [[[torch.tensor([0, 1, 5]), torch.tensor([], dtype=torch.long)]]] * 2
     counts = heads_per_token(layers, 6)
     assert counts.tolist() == [[1, 1, 0, 0, 0, 1]] * 2
-    retention = Retention("m", "b", counts, (2, 2), 1, 2)
+    retention = Retention("m", "b", counts, (2, 2), 1, 2, False)
     assert retention.kept_of([NeedleSpan(0, 2, True), NeedleSpan(4, 6, False)]) == 6 / 16
     assert retention.shares[0].tolist() == [0.5, 0.5, 0, 0, 0, 0.5]
 
