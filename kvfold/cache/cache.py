@@ -87,8 +87,9 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         every: int | None = None,
         max_cache_tokens: int | None = None,
     ) -> None:
+        setup.check_model(model)
         self.method, budget = bounded(parse(method), budget, every, max_cache_tokens)
-        self.max_cache_tokens, self.seed = max_cache_tokens, seed
+        self.max_cache_tokens, self.seed = max_cache_tokens, setup.checked_seed(seed)
         if keep_scores:
             check_nested(self.method)
         self.protect = spans_of(protect)
@@ -105,7 +106,15 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.binding = ModelBinding(model, tokenizer, stages.positions)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
-            layers, model, stages, self.fits, self.budget, seed, self.ranks, shared, keep_scores
+            layers,
+            model,
+            stages,
+            self.fits,
+            self.budget,
+            self.seed,
+            self.ranks,
+            shared,
+            keep_scores,
         )
         super().__init__(layers=layers)
         self._generating, self.dropping_length = False, dropping_length(model)
@@ -195,8 +204,10 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
         """Closes the last forward, and notes its `ids [B, S]` and the `logits` that stages read.
 
-        Layers that waited for these evict. Raises UnsupportedModel as `Phase.note_read`.
+        Layers that waited for these evict. Raises UnsupportedModel as `OpenForward.check_stored`
+        and `Phase.note_read`.
         """
+        self._forward.check_stored(self.get_seq_length())
         if ids is not None and self._forward.begun is not None:
             self.phase.note_read(ids, self._forward.begun, logits, self.tokens_read())
         self.phase.forget_incoming()

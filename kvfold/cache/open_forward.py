@@ -12,7 +12,7 @@ from kvfold.cache.observe import judged
 from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
-from kvfold.errors import KvfoldError
+from kvfold.errors import KvfoldError, UnsupportedModel
 
 
 @dataclass
@@ -46,8 +46,17 @@ class OpenForward:
         """Notes that a recurrent layer has read tokens."""
         self.states_moved = self.begun is not None
 
+    def check_stored(self, seen: int) -> None:
+        """Raises UnsupportedModel if the forward, which has returned at `seen`, stored nothing."""
+        if self.begun == seen:
+            self.close()
+            raise UnsupportedModel(
+                "the model read these tokens and stored none of them, as transformers has it under "
+                "gradient checkpointing in training: call model.eval() to read with a cache"
+            )
+
     def close(self) -> None:
-        """Notes that the forward has returned."""
+        """Notes that the forward is over."""
         self.begun, self.states_moved = None, False
 
 

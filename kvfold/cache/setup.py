@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -45,6 +47,25 @@ class Shared:
     phase: Phase
     waiting: Waiting[LayerState]
     binding: ModelBinding
+
+
+def check_model(model: Any) -> None:
+    """Raises UnsupportedModel for a wrapper of torch.compile, and for what is no model."""
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModel(
+            "torch.compile(model) returns a wrapper, which cannot generate: give the model itself, "
+            "and compile it in place with model.compile()"
+        )
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"a cache is made for a transformers model, not for {model!r}")
+
+
+def checked_seed(seed: Any) -> int:
+    """The seed, a whole number of Python, numpy or torch; KvfoldError for anything else."""
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise KvfoldError(f"seed is a whole number, not {seed!r}") from None
 
 
 def check_tokenizer(method: Method, tokenizer: Any) -> None:

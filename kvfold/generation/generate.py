@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -320,7 +321,7 @@ def check_compress(when: str) -> None:
 
 def check_chunk(tokens: int) -> None:
     """Raises KvfoldError for pieces of no token, or of a part of one."""
-    if not isinstance(tokens, int) or tokens < 1:
+    if not isinstance(tokens, Integral) or isinstance(tokens, bool) or tokens < 1:
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {tokens}")
 
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.cache.cache import CompressedCache
@@ -52,10 +53,24 @@ def check_given(
         raise KvfoldError("input_ids is a tensor `[B, N]` of whole numbers, a row for each prompt")
     if input_ids.numel() == 0:
         raise KvfoldError(f"input_ids {list(input_ids.shape)} hold no token: give a prompt")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise KvfoldError(f"attention_mask is a tensor as input_ids are, not a {_kind(mask)}")
     if mask is not None and mask.shape[:2] != input_ids.shape:
         raise KvfoldError(
             f"attention_mask {list(mask.shape)} does not go with input_ids {list(input_ids.shape)}"
         )
+    config, processors = options.get("generation_config"), options.get("logits_processor")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise KvfoldError(
+            f"generation_config is a transformers.GenerationConfig, not a {_kind(config)}: give "
+            "single settings by their names"
+        )
+    if processors is not None and not isinstance(processors, Iterable):
+        raise KvfoldError(f"logits_processor is a list of them, not a {_kind(processors)}")
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__
 
 
 def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:

@@ -128,3 +128,14 @@ def test_after_an_error_in_the_middle_of_a_forward_the_cache_is_refused(model):
         reader(prompts((64,))[0])
     with pytest.raises(UnsupportedModel, match="last forward failed"):
         reader(continuation(1, 1))
+
+
+def test_a_forward_that_stores_nothing_is_refused(model):
+    """Under gradient checkpointing transformers reads on without a cache."""
+    ids, cache = prompts((64,))[0], CompressedCache(model, "knorm", 20)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(UnsupportedModel, match=r"stored none of them.*model\.eval\(\)"):
+        model.train()(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.eval()(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 64

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvfold
-from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError
+from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel
 from tests.helpers.models import build, prompts
 from tests.helpers.truth import Reader
 
@@ -135,3 +136,16 @@ def test_whole_layers_that_do_not_fit_are_refused(model):
     cache = CompressedCache(model, "knorm:skip_layers=0/1", 0.2)
     with pytest.raises(BudgetError, match="skip fewer layers"):
         Reader(model, cache)(prompts((64,))[0])
+
+
+@pytest.mark.parametrize("seed", [None, "x", 0.5])
+def test_seeds_are_whole_numbers(model, seed):
+    with pytest.raises(KvfoldError, match=rf"^seed is a whole number, not {seed!r}$"):
+        CompressedCache(model, "random", 20, seed=seed)
+
+
+def test_a_cache_is_made_for_the_model_itself(model):
+    with pytest.raises(UnsupportedModel, match="give the model itself"):
+        CompressedCache(torch.compile(model, backend="eager"), "snapkv", 40)
+    with pytest.raises(UnsupportedModel, match="not for 'my-model'"):
+        CompressedCache("my-model", "snapkv", 40)

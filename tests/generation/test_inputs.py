@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MinLengthLogitsProcessor,
+)
 from transformers.cache_utils import DynamicCache
 
 import kvfold
@@ -74,6 +80,22 @@ def test_what_is_no_cache_of_ours_is_refused(model, cache):
 def test_a_prompt_without_ids_is_refused(model):
     with pytest.raises(KvfoldError, match="needs input_ids"):
         kvfold.generate(model, cache=CompressedCache(model, "knorm", 20), **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"attention_mask": [[1] * 64]}, "attention_mask is a tensor as input_ids are, not a list"),
+        ({"generation_config": {"max_new_tokens": 2}}, "GenerationConfig, not a dict"),
+        ({"logits_processor": MinLengthLogitsProcessor(2, 1)}, "logits_processor is a list"),
+        ({"prefill_chunk": True}, "prefill_chunk is a positive number of tokens, not True"),
+    ],
+)
+def test_options_of_another_kind_are_refused(model, given, reason):
+    cache = CompressedCache(model, "knorm", 20)
+    with pytest.raises(KvfoldError, match=reason):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, **given, **GREEDY)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("beside_ids", [False, True])
