@@ -225,7 +225,7 @@ def _named(units: Sequence[Unit]) -> str:
 
 def _by_method(own: Sequence[CellResult], asked: dict[Unit, int]) -> str:
     """A row for each method, a column for each task and length; the first row counts samples."""
-    units = list(dict.fromkeys(map(Unit.of, own)))
+    units = sorted(set(map(Unit.of, own)), key=lambda unit: (unit.task, unit.length or 0))
     fifth = {
         (one.cell.method, Unit.of(one)): one for one in own if one.kept_nominal in (FIFTH, None)
     }
