@@ -2,7 +2,7 @@
 """Paired difference between two methods on the published samples:
 
     python benchmarks/paired.py docs/results/bundled pyramidkv@0.2 snapkv@0.2 [--aware] [--task X]
-        [--data TEXT]
+        [--data TEXT] [--length N]
 
 Scores are pooled over tasks as in `kvfold report`; perplexities are compared on one text. Intervals
 are those of docs/evaluation.md.
@@ -73,11 +73,12 @@ def gap(
     aware: bool = False,
     task: str | None = None,
     data: str | None = None,
+    length: str | None = None,
 ) -> ScoreGap:
     """`one` minus `other`, pooled over the scored tasks, or over those of `task`, a list.
 
-    `data`: of samples from this text only. Raises SystemExit without samples of both, and for
-    perplexities of several texts or lengths.
+    `data`, `length`: of samples from this text, of this length in tokens, only. Raises SystemExit
+    without samples of both, and for perplexities of several texts or lengths.
     """
     units = [
         unit
@@ -87,6 +88,7 @@ def gap(
         and other in cells
         and (unit.scored if task is None else unit.task in task.split(","))
         and data in (None, unit.data)
+        and length in (None, unit.length)
     ]
     if not units:
         raise SystemExit(f"no samples of both {one} and {other}")
@@ -136,8 +138,9 @@ def main() -> None:
     parser.add_argument("--aware", action="store_true", help="with the question in view")
     parser.add_argument("--task", help="one task, or a comma-separated list")
     parser.add_argument("--data", help="the text that samples were made of")
+    parser.add_argument("--length", help="tokens of the samples' texts")
     given = parser.parse_args()
-    chosen = given.one, given.other, given.aware, given.task, given.data
+    chosen = given.one, given.other, given.aware, given.task, given.data, given.length
     print(written(gap(load(given.folder), *chosen)))
 
 

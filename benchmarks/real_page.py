@@ -257,7 +257,7 @@ def _limits(results: Sequence[CellResult]) -> Iterator[str]:
             yield (
                 f"- {NAMES.get(one.cell.task, one.cell.task)}: {one.at_limit} of the full cache's "
                 f"{one.questions} answers go on to the limit, and {100 - _value(one):g} % are "
-                "wrong. A higher score means answers that stop in time, not that compression helps."
+                "wrong, most of them a repetition; a higher score may mean fewer of these."
             )
 
 

@@ -51,12 +51,13 @@ parameters. Other models and texts may order them differently: [check your promp
 READING = """\
 **Budgets** are the part of the entries that is asked for. `kvzip` keeps the opening of the chat
 template in addition, and some methods a window that is larger than a small budget: compare
-**bytes**, over the full cache's. **noise**, **novel**: percent of the 7-digit numbers found in each
-text of 1024 tokens; **mean** of the two. **− first**: its difference to the budget's first on the
-same samples (95 %); ≈ if the interval holds zero: the two are not told apart. **prefill**, **per
-token**: operations of reading with compression, and of a token of the answer, over the full
-cache's. **n**: samples in noise + in the novel; means of other n are of other samples. Of equal
-means the one with fewer operations of the prefill comes first, then the one with fewer bytes.
+**bytes**, over those of the full cache in float32. **noise**, **novel**: percent of the 7-digit
+numbers found in each text of 1024 tokens; **mean** of the two. **− first**: its difference to the
+budget's first on the same samples (95 %); ≈ if the interval holds zero: the two are not told apart.
+**prefill**, **per token**: operations of reading with compression, and of a token of the answer,
+over the full cache's. **n**: samples in noise + in the novel; means of other n are of others.
+Of equal means the one with fewer operations of the prefill, to two decimals, comes first, then the
+one with fewer bytes.
 [All results](results/README.md)."""
 FREE = "These have no budget: what they keep or encode follows from their options and the text."
 LONG = """\
@@ -121,8 +122,8 @@ def _in_short(of: Published) -> str:
     )
     return (
         "In short: `kvzip`; at budgets of 0.2 and more `zap`, which needs no second forward but a "
-        f"`kvfold fit`{fails}; all entries in fewer bits: `turboquant`; long answers: "
-        f"`{long_page.ranked(of.answers)[0]} + every:prompt=kept`."
+        f"`kvfold fit`{fails}; at 0.05 the first of each table; all entries in fewer bits: "
+        f"`turboquant`; long answers: `{long_page.ranked(of.answers)[0]} + every:prompt=kept`."
     )
 
 
