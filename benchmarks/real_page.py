@@ -257,7 +257,7 @@ def _limits(results: Sequence[CellResult]) -> Iterator[str]:
             yield (
                 f"- {NAMES.get(one.cell.task, one.cell.task)}: {one.at_limit} of the full cache's "
                 f"{one.questions} answers go on to the limit, and {100 - _value(one):g} % are "
-                "wrong. Most of these are repetitions; a higher score may mean fewer of them."
+                "wrong. A method whose answers go on less often may score higher."
             )
 
 

@@ -55,9 +55,9 @@ template in addition, and some methods a window that is larger than a small budg
 numbers found in each text of 1024 tokens; **mean** of the two. **− first**: its difference to the
 budget's first on the same samples (95 %); ≈ if the interval holds zero: the two are not told apart.
 **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
-over the full cache's. **n**: samples in noise + in the novel; means of other n are of others.
-Of equal means the one with fewer operations of the prefill, to two decimals, comes first, then the
-one with fewer bytes.
+over the full cache's. **n**: samples in noise + in the novel; means of
+other n are of other samples. Of equal means the one with fewer operations of the prefill, to two
+decimals, comes first, then the one with fewer bytes.
 [All results](results/README.md)."""
 FREE = "These have no budget: what they keep or encode follows from their options and the text."
 LONG = """\

@@ -43,7 +43,7 @@ from kvfold.hf.stock_layers import (
     common_length,
     crop_stock,
     layer_lengths,
-    reset_stock,
+    reset_layers,
     stock_layers,
     take_rows,
 )
@@ -89,7 +89,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     ) -> None:
         setup.check_model(model)
         self.method, budget = bounded(parse(method), budget, every, max_cache_tokens)
-        self.max_cache_tokens, self.seed = max_cache_tokens, setup.checked_seed(seed)
+        seed = setup.checked_seed(seed)
+        self.max_cache_tokens, self.seed = max_cache_tokens, seed
         if keep_scores:
             check_nested(self.method)
         self.protect = spans_of(protect)
@@ -99,22 +100,12 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         stages = setup.stages_of(self.method, self.protect, self.ranks, self.fits)
         self.budget = checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
-        setup.prepare(
-            model, partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
-        )
-        self.phase = Phase.of(stages.needs)
-        self.binding = ModelBinding(model, tokenizer, stages.positions)
+        trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
+        setup.prepare(model, trial)
+        self.phase, self.binding = Phase.of(stages.needs), ModelBinding(model, tokenizer)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
-            layers,
-            model,
-            stages,
-            self.fits,
-            self.budget,
-            self.seed,
-            self.ranks,
-            shared,
-            keep_scores,
+            layers, model, stages, self.fits, self.budget, seed, self.ranks, shared, keep_scores
         )
         super().__init__(layers=layers)
         self._generating, self.dropping_length = False, dropping_length(model)
@@ -189,12 +180,13 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_forward`."""
-        self.binding.check_forward(ids)
+        first = self.states[0]
+        self.binding.check_forward(ids, first.plan.stages.positions)
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
         self._forward.begin(start := self.get_seq_length(), self._is_level)
         self.phase.expect(ids, start)
-        self.states[0].waiting.take_unjudged()  # of a forward that failed
+        first.waiting.take_unjudged()  # of a forward that failed
 
     def _is_level(self) -> bool:
         """True if all layers have stored, and attended to, the same tokens."""
@@ -336,8 +328,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def reset(self) -> None:
         """Empties the cache."""
-        for layer in self.layers:
-            reset_stock(layer)
+        reset_layers(self.layers)
         self.phase.reset()
         self.states[0].waiting.reset()
         self.per_chunk = None

@@ -50,7 +50,6 @@ def take_over(
         ids = cache.phase.history.complete(cache.get_seq_length())
         cache.binding.check_images(ids, UNMOVED)
     other = copy.deepcopy(cache, _left_out(cache, stages))
-    other.binding.positions = stages.positions
     other.phase.reads_ids = Phase.of(stages.needs).reads_ids
     other.method, other.budget, other.fits = method, made, fits
     for state in other.states:

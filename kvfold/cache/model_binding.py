@@ -27,16 +27,13 @@ class KeysLost(UnsupportedModel):
 
 
 class ModelBinding:
-    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run.
+    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run."""
 
-    `positions` are those that the cache's method gives its keys.
-    """
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, positions: Positions) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
         self.name = type(model).__name__
         self.config = text_config(model)
-        self.tokenizer, self.positions = tokenizer, positions
+        self.tokenizer = tokenizer
         self.image_tokens = tokens_off_columns(model)
         self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
@@ -61,11 +58,11 @@ class ModelBinding:
             self.check_answered(lost=True)
         self.waiting = True
 
-    def check_forward(self, ids: Tensor | None) -> None:
-        """Raises as `check_adapters`, and as `check_images` for tokens whose keys may move."""
+    def check_forward(self, ids: Tensor | None, positions: Positions) -> None:
+        """Raises as `check_adapters`, and as `check_images` where `positions` move keys."""
         self.check_adapters()
         generated = ids is not None and ids.shape[1] == 1  # no image, and no wait for a GPU
-        if self.positions != "original" and not generated:
+        if positions != "original" and not generated:
             self.check_images(ids, UNMOVED)
 
     def check_images(self, ids: Tensor | None, instead: str) -> None:

@@ -54,7 +54,9 @@ def check_given(
     if input_ids.numel() == 0:
         raise KvfoldError(f"input_ids {list(input_ids.shape)} hold no token: give a prompt")
     if mask is not None and not isinstance(mask, Tensor):
-        raise KvfoldError(f"attention_mask is a tensor as input_ids are, not a {_kind(mask)}")
+        raise KvfoldError(
+            f"attention_mask is a tensor as input_ids are, not a {type(mask).__name__}"
+        )
     if mask is not None and mask.shape[:2] != input_ids.shape:
         raise KvfoldError(
             f"attention_mask {list(mask.shape)} does not go with input_ids {list(input_ids.shape)}"
@@ -62,15 +64,11 @@ def check_given(
     config, processors = options.get("generation_config"), options.get("logits_processor")
     if config is not None and not isinstance(config, GenerationConfig):
         raise KvfoldError(
-            f"generation_config is a transformers.GenerationConfig, not a {_kind(config)}: give "
-            "single settings by their names"
+            f"generation_config is a transformers.GenerationConfig, not a {type(config).__name__}: "
+            "give single settings by their names"
         )
     if processors is not None and not isinstance(processors, Iterable):
-        raise KvfoldError(f"logits_processor is a list of them, not a {_kind(processors)}")
-
-
-def _kind(given: object) -> str:
-    return type(given).__name__
+        raise KvfoldError(f"logits_processor is a list of them, not a {type(processors).__name__}")
 
 
 def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:

@@ -139,12 +139,13 @@ def crop_stock(layer: Any, tokens_to_remove: int) -> None:
         layer.crop(tokens_to_remove)
 
 
-def reset_stock(layer: Any) -> None:
-    """Empties a stock layer; before transformers 5.18 windows would keep zeros in their place."""
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.keys = layer.values = None
-        layer.is_initialized = False
-    layer.reset()
+def reset_layers(layers: Iterable[Any]) -> None:
+    """Empties all layers; before transformers 5.18 windows would keep zeros in their place."""
+    for layer in layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        layer.reset()
 
 
 def take_rows(layers: Iterable[Any], rows: Tensor) -> None:
