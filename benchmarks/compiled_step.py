@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode step of one compiled graph beside the eager one.
 
-`python benchmarks/compiled_step.py`: the model of `kvfold bench small`, kept 0.2, tokens of
-`generate`, one run after the other in each round; medians of rounds, over those of the eager full
-cache of `kvfold bench`. Each cache reads the prompt once, and runs go on from copies of it. The row
-"full" is kvfold's own method.
+`python benchmarks/compiled_step.py`: a model of `kvfold bench`, kept 0.2, tokens of `generate`, one
+run after the other in each round; medians of rounds, over those of the eager full cache of `kvfold
+bench`. Each cache reads the prompt once, and runs go on from copies of it. The row "full" is
+kvfold's own method.
 """
 
 from __future__ import annotations
@@ -83,12 +83,15 @@ def compare(subject: BenchModel, length: int, methods: list[str], rounds: int) -
     for method in methods:
         of(method, True)  # compiles
     taken: dict[tuple[str, bool], list[float]] = {}
+    wholes: list[float] = []
     for _ in range(rounds):
         whole = full()
+        wholes.append(whole)
         for method in methods:
             for compiled in (False, True):
                 taken.setdefault((method, compiled), []).append(of(method, compiled) / whole)
-    print(f"{length} tokens, x full ({kernels.decode})\n{'method':24}{'eager':>8}{'compiled':>10}")
+    print(f"{length} tokens, x full ({kernels.decode}, {statistics.median(wholes):.2f} ms)")
+    print(f"{'method':24}{'eager':>8}{'compiled':>10}")
     for method in methods:
         eager, fast = (statistics.median(taken[method, how]) for how in (False, True))
         print(f"{method:24}{eager:8.2f}{fast:10.2f}", flush=True)
@@ -96,13 +99,15 @@ def compare(subject: BenchModel, length: int, methods: list[str], rounds: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    subject = BenchModel.of("small", "float32", 0, "cpu")
+    subject = BenchModel.of(arguments.model, None, 0, arguments.device)
     for length in arguments.lengths:
         compare(subject, length, arguments.methods, arguments.rounds)
 
