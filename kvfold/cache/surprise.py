@@ -25,8 +25,9 @@ class Surprise:
     prediction a crop or an edit took away. When another prompt begins, all numbers are multiplied
     by `decay`.
 
-    `logits [B, n, V]` are those of the last `n` columns, for the token to come. `prompt` are the
-    columns of the newest prompt, half open; it is `open` while it is read in pieces.
+    `logits [B, n, V]` are those of the last `n` columns, for the token to come; at padding those of
+    the token before it, NaN without any. `prompt` are the columns of the newest prompt, half open;
+    it is `open` while it is read in pieces.
     """
 
     decay: float
@@ -75,8 +76,18 @@ class Surprise:
         assert self.numbers is not None
         numbers, new = self.numbers.clone(), ids.shape[1]
         numbers[:, 1 - new or len(self) :] = surprise(logits[:, :-1], ids[:, 1:]).to(numbers)
-        filled = _filled(numbers, tokens, *self.prompt)
-        return replace(self, numbers=filled, logits=logits[:, -rows:].detach().clone())
+        held = logits[:, -rows:].detach().clone()
+        if tokens is not None:
+            real = tokens[:, -new:]
+            before = torch.full_like(held[:, :1], torch.nan)
+            if self.logits is not None:
+                before = self.logits[:, -1:].to(held)
+            # Padding comes first in a forward: an earlier one has read the token before it.
+            first = real & (real.cumsum(1) == 1)
+            found = surprise(before, ids.gather(1, first.long().argmax(1, True)))
+            numbers[:, -new:] = torch.where(first, found.to(numbers), numbers[:, -new:])
+            held = torch.where(real[:, -rows:, None].to(held.device), held, before)
+        return replace(self, numbers=_filled(numbers, tokens, *self.prompt), logits=held)
 
     def of(self, seen: int) -> Tensor:
         """Numbers `[B, seen]`; UnsupportedModel if columns were read without their logits."""

@@ -78,6 +78,25 @@ def test_padding_is_not_judged() -> None:
     assert both.prompt_tokens(tokens, 4, 2).tolist() == [4, 2]
 
 
+@pytest.mark.parametrize("begun", [0, 2])
+@pytest.mark.parametrize("pieces", ["..xxx", "...|.xxx", "....|xxx", ".x|xx"])
+def test_a_token_behind_padding_is_judged_by_the_token_before_it(pieces, begun) -> None:
+    """A row of `begun` tokens and those at x, padded at dots, has the numbers that it has alone."""
+    batch, tokens = Surprise(1.0), torch.ones(2, begun, dtype=torch.bool)
+    alone = [0.3, 0.02][:begun]
+    if begun:
+        batch = read(batch, [[0.5, 0.1], alone], prompt=True, more=True)
+    behind = iter([0.2, 0.7, 0.4])
+    for piece in pieces.split("|"):
+        real = torch.tensor([[True] * len(piece), [each == "x" for each in piece]])
+        given = [next(behind) if each == "x" else 0.9 for each in piece]
+        tokens, alone = torch.cat([tokens, real], 1), alone + [p for p in given if p != 0.9]
+        more = not pieces.endswith(piece)
+        batch = read(batch, [[0.6] * len(piece), given], prompt=True, more=more, tokens=tokens)
+    expected = read(Surprise(1.0), [alone], prompt=True)
+    torch.testing.assert_close(batch.numbers[1, tokens[1]], expected.numbers[0])
+
+
 def test_a_prompt_of_one_token_keeps_what_predicted_it() -> None:
     alone = read(Surprise(1.0), [[0.1]], prompt=True)
     assert alone.numbers.tolist() == [[0.0]]

@@ -33,6 +33,7 @@ from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader, rotated
+from tests.helpers.turns import turn
 
 SPEC = "sirllm:recent=0.25,decay=0.5"
 RECENT, DECAY = 0.25, 0.5
@@ -142,14 +143,38 @@ def test_the_selection_on_given_numbers() -> None:
         assert slots[0, 0].tolist() == sorted([0, 1, 2, 3, *expected])
 
 
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_padded_later_turn_are_those_alone(seed, chunk) -> None:
+    """The unread last token of the answer, padding, and a shorter message."""
+    model = build("llama", torch.float64)
+    draw = torch.Generator().manual_seed(seed)
+    prompt, message = (torch.randint(3, 199, (2, n), generator=draw) for n in (20, 14))
+    padded = message.clone()
+    padded[1, :4] = 0
+    options = {"max_new_tokens": 3, "suppress_tokens": [0], "prefill_chunk": chunk}
+
+    def kept(rows: slice, message: Tensor) -> list[Tensor]:
+        """Positions that the last row keeps in each layer, counted without padding."""
+        cache = kvfold.CompressedCache(model, SPEC, 12)
+        said = turn(model, cache, prompt[rows], **options)
+        mask = torch.cat([torch.ones_like(said), (message != 0).long()], 1)
+        turn(model, cache, torch.cat([said, message], 1), attention_mask=mask, **options)
+        places = torch.cat([mask[-1], torch.ones(3)]).long().cumsum(0) - 1
+        layers = range(len(cache.layers))
+        return [places[head] for layer in layers for head in cache.positions(layer)[-1]]
+
+    assert same(kept(slice(0, 2), padded), kept(slice(1, 2), message[1:, 4:]))
+
+
 # --- state that goes along -----------------------------------------------------------------------
 
 
 def turns_of(reader: Reader) -> list[Tensor]:
     """Logits of two more prompts and the tokens after each."""
     rows, found = len(reader.cache.positions(0)), []
-    for turn in range(2):
-        found += [reader(continuation(rows, 9, seed=turn)), *decode(reader, 4, seed=turn)]
+    for seed in range(2):
+        found += [reader(continuation(rows, 9, seed=seed)), *decode(reader, 4, seed=seed)]
     return found
 
 
