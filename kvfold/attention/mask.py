@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 
+def visible(mask: Tensor) -> Tensor:
+    """Bool mask, True where the bool or additive `mask` shows a column."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 def valid_columns(mask: Tensor) -> Tensor | None:
     """Bool mask `[B, N]` of the token columns in a logical mask `[B, ·, S, N]`; None: all."""
-    last = mask[:, 0, -1]
-    valid = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    valid = visible(mask[:, 0, -1])
     # A copy: a view would keep the whole mask alive.
     return None if bool(valid.all()) else valid.clone()
 

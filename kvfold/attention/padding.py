@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.attention.mask import visible
 from kvfold.errors import KvfoldError
 
 ON_THE_LEFT = (
@@ -65,13 +66,16 @@ class Padding:
 
     Full-attention layers ignore padding between tokens, but it takes room in a sliding window and
     changes a recurrent state. `slides`: true if the model `name` has such layers. `read` gives what
-    was read before, None for nothing.
+    was read before, None for nothing. `uneven`: true if heads keep different numbers of entries.
+    `frozen`: true if nothing is evicted, and new tokens may be cropped.
     """
 
     name: str
     new: int
     slides: bool
     read: Callable[[], ColumnsRead | None]
+    uneven: bool
+    frozen: bool
 
     def check(self, mask: Tensor) -> None:
         """Raises KvfoldError for forbidden padding; `mask [B, N]`, bool, over all columns."""
@@ -79,13 +83,44 @@ class Padding:
             if bool(_ends(mask)[:, mask.shape[1] - self.new :].any()):
                 raise KvfoldError(ON_THE_LEFT)
             self._check_read(mask)
+        elif not bool(mask.all()):
+            # Rows that have ended read padding, which `generate` takes for tokens.
+            self._check_read(mask, hidden_only=True)
         self.check_windows(mask)
 
-    def _check_read(self, mask: Tensor) -> None:
+    def check_whole(self, mask: Tensor) -> None:
+        """Raises KvfoldError for a caller's mask `[B, Hq or 1, S, N]` that a cache cannot follow.
+
+        What it hides from the last token of a row is taken for padding, as in the model's masks.
+        """
+        shown, older = visible(mask), mask.shape[-1] - self.new
+        tokens = shown[:, :, -1].any(1)
+        if self.frozen:
+            self._check_read(tokens[:, :older])
+        elif bool((shown.any(2).any(1) & ~tokens).any()):
+            raise KvfoldError(
+                "the attention mask hides columns from the last token of a row that others see, as "
+                "where a row holds several texts: kvfold would take them for padding, so read each "
+                "text in a row, or with a cache, of its own"
+            )
+        else:
+            self.check(tokens)
+        unlike = shown[..., :older] != tokens[:, None, None, :older]
+        if self.uneven and bool((unlike & tokens[:, None, older:, None]).any()):
+            raise KvfoldError(
+                "the attention mask hides older tokens from some of the new ones, and heads that "
+                "keep different numbers of entries show them to all: leave these columns visible, "
+                "or choose a method that keeps as many in each head"
+            )
+
+    def _check_read(self, mask: Tensor, hidden_only: bool = False) -> None:
         read = self.read()
         if read is None:
             return
-        found = read.contradicted(mask).nonzero()
+        contradicted = read.contradicted(mask)
+        if hidden_only:
+            contradicted &= read.tokens[:, : contradicted.shape[1]]
+        found = contradicted.nonzero()
         if len(found):
             raise KvfoldError(read.contradiction(*found[0].tolist()))
 

@@ -24,7 +24,7 @@ from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
-from kvfold.cache.history import padding_rules
+from kvfold.cache.history import check_whole_mask, padding_rules
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -178,13 +178,14 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable
-    def forward_begins(self, ids: Tensor | None) -> None:
-        """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_forward`."""
+    def forward_begins(self, ids: Tensor | None, mask: Tensor | None) -> None:
+        """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and the binding's checks."""
         first = self.states[0]
         self.binding.check_forward(ids, first.plan.stages.positions)
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
         self._forward.begin(start := self.get_seq_length(), self._is_level)
+        check_whole_mask(self, mask)
         self.phase.expect(ids, start)
         first.waiting.take_unjudged()  # of a forward that failed
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.padding import ColumnsRead, Padding
+from kvfold.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -123,5 +124,12 @@ def columns_read(cache: CompressedCache) -> ColumnsRead | None:
 
 def padding_rules(cache: CompressedCache, new: int) -> Padding:
     """Rules for the padding of the next `new` columns of a cache."""
-    slides = bool(cache.other_layers())
-    return Padding(cache.binding.name, new, slides, partial(columns_read, cache))
+    slides, read = bool(cache.other_layers()), partial(columns_read, cache)
+    uneven = any(isinstance(state.store, RaggedStore) for state in cache.states)
+    return Padding(cache.binding.name, new, slides, read, uneven, cache.phase.frozen)
+
+
+def check_whole_mask(cache: CompressedCache, mask: Tensor | None) -> None:
+    """Raises KvfoldError for a caller's mask `[B, Hq or 1, S, N]` as `Padding.check_whole`."""
+    if mask is not None:
+        padding_rules(cache, mask.shape[2]).check_whole(mask)

@@ -31,10 +31,11 @@ class ToldOfForwards(ABC):
         """Columns read."""
 
     @abstractmethod
-    def forward_begins(self, ids: Tensor | None) -> None:
+    def forward_begins(self, ids: Tensor | None, mask: Tensor | None) -> None:
         """Called before a forward stores anything; an error raised here fails the forward.
 
-        `ids [B, S]` are its inputs, None for embeddings.
+        `ids [B, S]` are its inputs, None for embeddings; `mask [B, Hq or 1, S, N]` is the caller's,
+        None for one that the model makes.
         """
 
     @abstractmethod
@@ -82,7 +83,9 @@ def _begins(
             "use_cache=False has each step read the whole text again, into a cache that holds it: "
             "leave it out, also of the generation configuration"
         )
-    cache.forward_begins(_ids(args, kwargs))
+    mask = kwargs.get("attention_mask")
+    whole = isinstance(mask, Tensor) and mask.dim() == 4
+    cache.forward_begins(_ids(args, kwargs), mask if whole else None)
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None
     cache.logits_kept = kwargs["logits_to_keep"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding where it cannot be: to the right, between tokens, or all of a last piece."""
+"""Padding where it cannot be, and masks of the caller's own that hide more than padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError
 from tests.helpers.caches import GREEDY
 from tests.helpers.models import build, continuation, prompts
-from tests.helpers.truth import Reader
+from tests.helpers.truth import MaskedDense, Reader, worst
 
 
 @pytest.fixture
@@ -87,3 +87,113 @@ def test_a_turn_that_is_refused_for_its_padding_is_not_read_in_part():
     with pytest.raises(KvfoldError, match="each row with a cache of its own"):
         kvfold.generate(model, whole, cache=cache, attention_mask=mask, **GREEDY)
     assert cache.get_seq_length() == seen == 47
+
+
+# --- masks of the caller's own -------------------------------------------------------------------
+
+DENSE, UNEVEN = "snapkv:window=8", "adakv:window=8"
+
+
+def causal(new: int, length: int) -> torch.Tensor:
+    """Mask `[1, 1, S, N]` of the last `new` columns."""
+    return torch.ones(new, length, dtype=torch.bool).tril(length - new)[None, None]
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero where `mask` is True, else the lowest number."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def begun(spec: str, budget: int | None = 20) -> tuple[Reader, MaskedDense]:
+    """A cache that has read 40 tokens, and the truth."""
+    model, twin = (build("llama", torch.float64) for _ in range(2))
+    takes = kvfold.parse(spec).takes_budget
+    cache = CompressedCache(model, spec, budget if takes else None)
+    reader, truth = Reader(model, cache), MaskedDense(twin)
+    for each in (reader, truth):
+        each(prompts((40,))[0])
+    truth.hide(cache)
+    return reader, truth
+
+
+@pytest.mark.parametrize("spec", [DENSE, UNEVEN, "h2o", "kivi:group=8,residual=8"])
+def test_several_texts_in_a_row_are_refused(spec):
+    """Columns that the last token does not see would be dropped as padding."""
+    model, budget = build("llama"), 20 if kvfold.parse(spec).takes_budget else None
+    cache = CompressedCache(model, spec, budget)
+    texts = causal(40, 40)
+    texts[..., 20:, :20] = False
+    for mask in (texts, additive(texts, torch.float32)):
+        with pytest.raises(KvfoldError, match="several texts"):
+            model(prompts((40,))[0], past_key_values=cache, attention_mask=mask)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("spec", [DENSE, UNEVEN, "h2o"])
+def test_a_whole_mask_of_padding_is_that_of_its_columns(model, spec):
+    ids, mask = prompts((40, 31))
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    found = []
+    for given in (mask, causal(40, 40) & mask.bool()[:, None, None]):
+        cache = CompressedCache(model, spec, 20)
+        inputs = {"attention_mask": given, "position_ids": places}
+        found.append(
+            (model(ids, past_key_values=cache, **inputs).logits[:, -1], cache.positions(0))
+        )
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert all(
+        torch.equal(one, other)
+        for row, rows in zip(found[0][1], found[1][1], strict=True)
+        for one, other in zip(row, rows, strict=True)
+    )
+
+
+@pytest.mark.parametrize("spec", [DENSE, UNEVEN])
+def test_a_tree_of_drafts_in_a_frozen_block(spec):
+    """Two drafts of three tokens, each of which sees the context and itself."""
+    reader, truth = begun(spec)
+    tree = causal(6, 46)
+    tree[..., 3:, 40:43] = False
+    places = torch.tensor([[40, 41, 42, 40, 41, 42]])
+    inputs = {"attention_mask": additive(tree, torch.float64), "position_ids": places}
+    drafts, later = continuation(1, 6), continuation(1, 4, seed=1)
+    with reader.cache.frozen():
+        assert worst(reader(drafts, **inputs), truth(drafts, **inputs)) < 1e-9
+        reader.cache.crop(-6)
+    truth.cache.crop(-6)
+    assert worst(reader(later), truth(later)) < 1e-9
+
+
+@pytest.mark.parametrize("spec", [DENSE, UNEVEN, "full"])
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tokens_that_were_read_cannot_become_padding(spec, new, frozen):
+    reader, _ = begun(spec)
+    before, later = contents(reader.cache), continuation(1, new)
+    mask = torch.ones(1, 40 + new, dtype=torch.long)
+    mask[:, 5:9] = 0
+    whole = causal(new, 40 + new) & mask.bool()[:, None, None]
+    for given in (mask, whole):
+        with pytest.raises(KvfoldError, match=r"row 0, column 5 for padding"):
+            if frozen:
+                with reader.cache.frozen():
+                    reader(later, attention_mask=given)
+            else:
+                reader(later, attention_mask=given)
+    assert reader.cache.get_seq_length() == 40
+    assert all(map(torch.equal, contents(reader.cache), before))
+
+
+@pytest.mark.parametrize("spec", [DENSE, UNEVEN])
+def test_older_tokens_hidden_from_some_queries(spec):
+    """Attention over uneven heads shows older entries to all."""
+    reader, truth = begun(spec)
+    mask, later = causal(3, 43), continuation(1, 3)
+    mask[..., 0, 5:30] = False
+    if spec == UNEVEN:
+        with pytest.raises(KvfoldError, match="hides older tokens from some"):
+            reader(later, attention_mask=mask)
+        assert reader.cache.get_seq_length() == 40
+        return
+    given = {"attention_mask": additive(mask, torch.float64)}
+    assert worst(reader(later, **given), truth(later, **given)) < 1e-9
