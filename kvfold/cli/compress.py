@@ -120,7 +120,7 @@ def command(
         from kvfold.codecs.codec import codec_of
         from kvfold.contexts.context import check_reusable
         from kvfold.contexts.levelled import level_of
-        from kvfold.generation.generate import check_per_chunk
+        from kvfold.generation.pieces import check_per_chunk
         from kvfold.jobs.compress import CompressJob, CompressOptions
         from kvfold.serve.context_folder import SUFFIX
     if any(path.suffix == SUFFIX for path in documents):

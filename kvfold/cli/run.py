@@ -88,7 +88,7 @@ def command(
     with notes.status("importing torch and transformers"):
         import kvfold
         from kvfold.cli.streamed_answer import streamed_answer
-        from kvfold.generation.generate import check_per_chunk
+        from kvfold.generation.pieces import check_per_chunk
     # Refused here, before a large model is loaded.
     chosen, limit = checked(method, budget, every, max_cache_tokens)
     if compress == "per_chunk":

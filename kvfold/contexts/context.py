@@ -27,12 +27,12 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.generate import (
     Compress,
     check_compress,
-    piece_of,
     read_on,
     read_per_chunk,
     read_turn,
 )
 from kvfold.generation.length import check_length, reach
+from kvfold.generation.pieces import piece_of
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse

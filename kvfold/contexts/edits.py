@@ -25,8 +25,9 @@ from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.renumber import Renumbering
 from kvfold.cache.spans import Span, opening_length, span_of
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import piece_of, read_per_chunk, read_turn
+from kvfold.generation.generate import read_per_chunk, read_turn
 from kvfold.generation.length import check_length
+from kvfold.generation.pieces import piece_of
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
 

@@ -14,7 +14,8 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import LevelHeader
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import piece_of, read_turn
+from kvfold.generation.generate import read_turn
+from kvfold.generation.pieces import piece_of
 from kvfold.methods.base import Composition, Method
 from kvfold.methods.level import Level
 from kvfold.methods.stages.select.one_set import Rule

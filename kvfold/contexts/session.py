@@ -31,8 +31,9 @@ from kvfold.contexts.files.format import SessionHeader, opened
 from kvfold.contexts.files.read import read
 from kvfold.contexts.session_record import Item, Message, SessionRecord, Turn
 from kvfold.errors import BudgetError, ContextFileError, KvfoldError
-from kvfold.generation.generate import piece_of, read_turn
+from kvfold.generation.generate import read_turn
 from kvfold.generation.length import check_length
+from kvfold.generation.pieces import piece_of
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content, segment_ids, segments

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
-from numbers import Integral
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +16,6 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.assisted import ASSISTED, after_prompt, check_assistable
 from kvfold.generation.inputs import (
     check_given,
-    check_last_column,
     check_pieces,
     check_read_ahead,
     check_windows,
@@ -26,13 +24,21 @@ from kvfold.generation.inputs import (
 )
 from kvfold.generation.layerwise import prefill_layerwise
 from kvfold.generation.length import check_prompt
+from kvfold.generation.pieces import (
+    before_padding,
+    check_chunk,
+    check_padding,
+    check_per_chunk,
+    forward_ends,
+    piece_ends,
+    piece_of,
+)
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
 from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
 from kvfold.hf.versions import check_assisted
-from kvfold.methods.base import Method
 
 # Time of a prompt's compression
 Compress = Literal["at_end", "per_chunk"]
@@ -88,7 +94,6 @@ def generate(
     chunk = piece_of(prefill_chunk, input_ids.shape[1])
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)
-    check_last_column(attention_mask)
     check_compress(compress)
     per_chunk = compress == "per_chunk"
     check_prompt(model, cache, attention_mask, prefill_chunk if per_chunk else None, allow_longer)
@@ -107,13 +112,15 @@ def generate(
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     new = _new_tokens(settings, input_ids.shape[1])
     stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
-    stop = max(stop, _before_padding(attention_mask, resumed.seen))
+    stop = max(stop, before_padding(attention_mask, resumed.seen))
+    check_padding(attention_mask, resumed.seen, stop, chunk, per_chunk)
     if stop > resumed.seen:
         check_read_ahead(model, resumed, options, attention_mask[:, resumed.seen : stop])
     resumed.go_back()
     try:
         if stop > resumed.seen and per_chunk:
             read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
+            cache.phase.until = input_ids.shape[1]  # a last piece of one token is no decode step
         elif stop > resumed.seen:
             ids, total = input_ids[:, :stop], input_ids.shape[1]
             read_turn(model, cache, ids, attention_mask, total, chunk)
@@ -149,22 +156,13 @@ def _read_ahead(
     elif restarts(model) and (seen > 0 or chunk < total):
         stop = total - 1  # token by token
     elif per_chunk:
-        stop = [seen, *_ends(seen, total, chunk)][-2]
+        stop = [seen, *piece_ends(seen, total, chunk)][-2]
     elif chunk < total - seen:
         stop = total - chunk
     elif rows > 1 and seen > 0:
         # Rows are multiplied after reading all but the last token, so that this is read once.
         stop = total - 1
     return stop, chunk
-
-
-def _before_padding(mask: Tensor, seen: int) -> int:
-    """End of the columns to read first: those of an answer's last token that padding follows.
-
-    In a forward of several tokens, padding must stand before all of them.
-    """
-    followed = (mask[:, seen:-1].bool() & ~mask[:, seen + 1 :].bool()).any(0).nonzero()
-    return seen + int(followed[-1]) + 1 if seen and len(followed) else seen
 
 
 def _decode(
@@ -247,35 +245,11 @@ def read_per_chunk(
     """
     chunk = check_per_chunk(cache.method, chunk)
     start, total = cache.get_seq_length(), input_ids.shape[1]
-    for end in _ends(start, total, chunk):
+    for end in piece_ends(start, total, chunk):
         with cache.reading(until=end):
             _read(model, input_ids, cache, mask, start, end, chunk)
         start = end
     cache.per_chunk = chunk
-
-
-def _ends(start: int, stop: int, chunk: int) -> list[int]:
-    """Ends of pieces of at most `chunk` tokens, as equal as possible."""
-    pieces = -(-(stop - start) // chunk)
-    return [start + (stop - start) * (i + 1) // pieces for i in range(pieces)]
-
-
-def check_per_chunk(method: Method, chunk: int | None) -> int:
-    """The length of a piece; KvfoldError without one, or if the method needs the whole prompt."""
-    if chunk is None:
-        raise KvfoldError("per_chunk needs prefill_chunk= (--prefill-chunk), the length of a piece")
-    check_chunk(chunk)
-    stages = method.stages()
-    reason = None
-    if stages.needs.reconstruction is not None:
-        reason = "lets the model repeat the whole prompt before it scores any of it"
-    elif stages.token_pruning is not None:
-        reason = "prunes the prompt between the layers of one forward"
-    elif stages.decode == "once":
-        reason = "compresses when the first token is generated"
-    if reason is not None:
-        raise KvfoldError(f"{method} {reason}: leave out per_chunk")
-    return chunk
 
 
 def _read(
@@ -297,32 +271,16 @@ def _read(
             f"{type(model).__name__} reads token by token after the first piece, and would not "
             "skip padding there: leave out prefill_chunk="
         )
-    first = start if mask is None else _before_padding(mask[:, :stop], start)
-    cuts = [*range(start, first, chunk), *range(first, stop, chunk), stop]
-    for begin, end in itertools.pairwise(cuts):
+    for begin, end in pairwise([start, *forward_ends(mask, start, stop, chunk)]):
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         read_tokens(model, input_ids[:, begin:end], cache, padded)
-
-
-def piece_of(prefill_chunk: int | None, total: int) -> int:
-    """Tokens of a forward: `prefill_chunk`, or all `total`; KvfoldError as `check_chunk`."""
-    if prefill_chunk is None:
-        return total
-    check_chunk(prefill_chunk)
-    return prefill_chunk
 
 
 def check_compress(when: str) -> None:
     """Raises KvfoldError for a time of compression that there is not."""
     if when not in get_args(Compress):
         raise KvfoldError(f'compress is "at_end" or "per_chunk", not {when!r}')
-
-
-def check_chunk(tokens: int) -> None:
-    """Raises KvfoldError for pieces of no token, or of a part of one."""
-    if not isinstance(tokens, Integral) or isinstance(tokens, bool) or tokens < 1:
-        raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {tokens}")
 
 
 def settings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
@@ -376,6 +334,7 @@ def _assisted(
             "tokens, by which assisted decoding checks its drafts: leave it out"
         )
     check_read_ahead(model, resumed, options, mask[:, resumed.seen : last])
+    check_padding(mask, resumed.seen, last, chunk)
     if resumed.own_forwards:
         check_pieces(cache.method, chunk, last)
     resumed.go_back()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import padding_rules
 from kvfold.errors import KvfoldError
@@ -152,12 +151,6 @@ def check_pieces(method: Method, chunk: int, tokens: int) -> None:
     """Raises KvfoldError if a first prompt of `tokens` cannot be read in pieces of `chunk`."""
     if method.stages().token_pruning is not None and chunk < tokens:
         raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
-
-
-def check_last_column(mask: Tensor) -> None:
-    """Raises KvfoldError if a row of a prompt's `mask [B, N]` ends in padding."""
-    if not bool(mask[:, -1].all()):
-        raise KvfoldError(ON_THE_LEFT)
 
 
 def leading_padding(model: Any, input_ids: Tensor) -> Tensor:

@@ -108,6 +108,21 @@ def test_generate_reads_the_last_piece_itself():
     assert whole.positions(0)[0][0].tolist() != caches[0].positions(0)[0][0].tolist()
 
 
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "adakv:window=8"])
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_pieces_of_a_token_end_within_the_budget(spec, chunk):
+    """Also the last one, which `generate` reads."""
+    model = build("llama")
+    caches = [kvfold.CompressedCache(model, spec, 20) for _ in range(2)]
+    ids = prompts((41,))[0]
+    options = {"compress": "per_chunk", "prefill_chunk": chunk, "do_sample": False}
+    kvfold.generate(model, ids, cache=caches[0], max_new_tokens=1, **options)
+    with torch.no_grad():
+        read_per_chunk(model, caches[1], ids, None, chunk)
+    assert caches[0].stats().kept == caches[1].stats().kept
+    assert caches[0].stats().later == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "reason"),

@@ -119,6 +119,20 @@ def test_a_call_that_is_refused_takes_nothing_back(model, monkeypatch):
     assert torch.equal(turn(model, cache, on(said)), turn(model, expected, on(said)))
 
 
+@pytest.mark.parametrize("column", [0, 20], ids=["anew", "prefix"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("columns", [[22, 25, 28, 29], [-2, -1]], ids=["between", "behind"])
+def test_padding_that_is_refused_takes_nothing_back(model, column, options, columns):
+    cache = CompressedCache(model, "snapkv:window=8", 200)
+    said = turn(model, cache, prompts((40,))[0])
+    before, other = cache.stats(), changed(on(said), 0, column)
+    mask = torch.ones_like(other)
+    mask[:, columns] = 0
+    with pytest.raises(KvfoldError, match="pad on the left"):
+        turn(model, cache, other, attention_mask=mask, reuse="prefix", **options)
+    assert cache.stats() == before
+
+
 def test_a_piecewise_reading_that_a_method_refuses_takes_nothing_back(model):
     cache, expected = (CompressedCache(model, "pyramidinfer") for _ in range(2))
     said = turn(model, cache, prompts((40,))[0])

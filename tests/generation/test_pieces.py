@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a prompt is cut into forwards, and which padding they allow."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvfold
+from kvfold import KvfoldError
+from kvfold.generation import generate as generation
+from kvfold.generation.pieces import (
+    before_padding,
+    check_padding,
+    forward_ends,
+    piece_ends,
+    piece_of,
+)
+from tests.helpers.models import build, prompts
+
+
+def test_lengths():
+    assert piece_of(None, 40) == 40 and piece_of(7, 40) == 7
+    for tokens in (0, -1, 2.0, True):
+        with pytest.raises(KvfoldError, match="positive number of tokens"):
+            piece_of(tokens, 40)
+
+
+def test_pieces_are_as_equal_as_can_be():
+    assert piece_ends(0, 10, 4) == [3, 6, 10]
+    assert piece_ends(5, 15, 10) == [15]
+    assert piece_ends(5, 5, 4) == []
+
+
+def test_forwards_end_before_padding_between_tokens():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 1, 1, 1]])
+    assert before_padding(mask, 2) == 3
+    assert before_padding(mask, 0) == 0  # there is no answer yet
+    assert forward_ends(mask, 2, 8, 2) == [3, 5, 7, 8]
+    assert forward_ends(mask, 2, 8, 8) == [3, 8]
+    assert forward_ends(None, 2, 8, 4) == [6, 8]
+    assert forward_ends(None, 8, 8, 4) == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_padding_behind_tokens_of_one_forward_is_refused(data):
+    """Rows of a forward are padding, then tokens; the last column has no padding."""
+    total = data.draw(st.integers(1, 9))
+    seen = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(seen, total - 1))
+    chunk, per_chunk = data.draw(st.integers(1, 9)), data.draw(st.booleans())
+    row = st.lists(st.integers(0, 1), min_size=total, max_size=total)
+    rows = data.draw(st.lists(row, min_size=1, max_size=2))
+    mask = torch.tensor(rows)
+    pieces = [seen, *piece_ends(seen, stop, chunk)] if per_chunk else [seen, stop]
+    forwards = [seen]
+    for begin, end in pairwise(pieces):
+        forwards += forward_ends(mask, begin, end, chunk)
+    forwards += [total]
+    allowed = all(each[-1] for each in rows) and all(
+        each[begin:end] == sorted(each[begin:end])
+        for each in rows
+        for begin, end in pairwise(forwards)
+    )
+    if allowed:
+        check_padding(mask, seen, stop, chunk, per_chunk)
+    else:
+        with pytest.raises(KvfoldError, match="pad on the left"):
+            check_padding(mask, seen, stop, chunk, per_chunk)
+
+
+@pytest.mark.parametrize("compress", ["at_end", "per_chunk"])
+def test_prompts_are_read_in_these_forwards(monkeypatch, compress):
+    model, ids = build("llama"), prompts((30,))[0]
+    read, cache = [], kvfold.CompressedCache(model, "full")
+    reading = generation.read_tokens
+
+    def noted(model, ids, cache, mask):
+        reading(model, ids, cache, mask)
+        read.append(cache.get_seq_length())
+
+    monkeypatch.setattr(generation, "read_tokens", noted)
+    options = {"max_new_tokens": 1, "prefill_chunk": 8, "compress": compress}
+    kvfold.generate(model, ids, cache=cache, **options)
+    # The rest is read by transformers.
+    stop = 30 - 8 if compress == "at_end" else piece_ends(0, 30, 8)[-2]
+    pieces = [0, *piece_ends(0, stop, 8)] if compress == "per_chunk" else [0, stop]
+    assert read == [
+        end for begin, until in pairwise(pieces) for end in forward_ends(None, begin, until, 8)
+    ]
