@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from long_answers_kl import STRETCH, AnswerDistance
 from long_run import LongRun
 from made_parts import with_part
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvfold.checks.estimates import BootstrapEstimate, bootstrapped, mean_of
+from kvfold.eval.run.intervals import Array, Interval, moments, student
 from kvfold.jobs.records import RecordFile
 from kvfold.report.style import BASELINE_DASH, COLORS, DASHES, GREY
 
@@ -73,10 +74,11 @@ def kl_table(rows: Sequence[AnswerDistance]) -> str:
         rule += "---|---|"
         for method in methods:
             own = [row for row in rows if _cell(row) == (budget, method)]
-            kl, agrees = _mean([r.kl for r in own], own), _mean([r.agrees for r in own], own)
-            order.setdefault(method, kl.value)
-            lines[method] += f" {kl.value:.3f} ({kl.low:.3f} to {kl.high:.3f}) |"
-            lines[method] += f" {agrees.value:.1%} |"
+            kl = _student(_means([row.kl for row in own], own))
+            agrees = np.mean(_means([row.agrees for row in own], own))
+            order.setdefault(method, float(kl.value))
+            lines[method] += f" {kl.value:.3f} ({max(kl.low, 0):.3f} to {kl.high:.3f}) |"
+            lines[method] += f" {agrees:.1%} |"
     return "\n".join(
         [head, rule, *(lines[name] for name in sorted(methods, key=order.__getitem__))]
     )
@@ -84,7 +86,7 @@ def kl_table(rows: Sequence[AnswerDistance]) -> str:
 
 def ranked(rows: Sequence[AnswerDistance]) -> list[str]:
     """Methods by their KL at the smallest budget."""
-    means = {method: _mean([row.kl for row in own], own).value for method, own in _least(rows)}
+    means = {method: np.mean(_means([row.kl for row in own], own)) for method, own in _least(rows)}
     return sorted(means, key=means.__getitem__)
 
 
@@ -105,14 +107,12 @@ def _least(rows: Sequence[AnswerDistance]) -> list[tuple[str, list[AnswerDistanc
     return [(name, [row for row in least if row.method == name]) for name in names]
 
 
-def _apart(one: list[AnswerDistance], other: list[AnswerDistance]) -> BootstrapEstimate:
+def _apart(one: list[AnswerDistance], other: list[AnswerDistance]) -> Interval:
     """Mean difference of the KL on the same answers, with its interval."""
-    base = {row.answer: row.kl[evicted(row)] for row in other}
-    apart = [
-        [ours - theirs for ours, theirs in zip(row.kl[evicted(row)], base[row.answer], strict=True)]
-        for row in one
-    ]
-    return bootstrapped(len(apart), mean_of(apart))
+    base = {row.answer: row for row in other}
+    theirs = [base[row.answer] for row in one]
+    ours = _means([row.kl for row in one], one)
+    return _student(ours - _means([row.kl for row in theirs], theirs))
 
 
 def _cell(row: AnswerDistance) -> tuple[int, str]:
@@ -123,10 +123,15 @@ def _cells(rows: Sequence[AnswerDistance]) -> list[tuple[int, str]]:
     return list(dict.fromkeys(map(_cell, rows)))
 
 
-def _mean(numbers: Sequence[Sequence[float]], rows: Sequence[AnswerDistance]) -> BootstrapEstimate:
-    """Mean after the first eviction, with its interval over answers."""
+def _means(numbers: Sequence[Sequence[float]], rows: Sequence[AnswerDistance]) -> Array:
+    """Means of each answer's stretches after the first eviction."""
     after = [each[evicted(row)] for each, row in zip(numbers, rows, strict=True)]
-    return bootstrapped(len(after), mean_of(after))
+    return np.array([np.mean(stretches) for stretches in after])
+
+
+def _student(of_answers: Array) -> Interval:
+    """Student's interval over answers: a bootstrap of so few is too narrow."""
+    return student(moments(of_answers, np.ones(len(of_answers))))
 
 
 def page(text: str, tables: dict[str, str]) -> str:
