@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "which-method.md", ROOT / "docs" / "results"
 BEST = 3  # methods of a budget in a table
 ONE_PREFILL = 1.1  # operations until the first token, over the full cache's
+CLOSE, SMALLEST = 2, 5  # points that the smallest caches may lose, and how many are shown
 LOST = 10  # points that a method without a budget may lose
 SMALL = 0.1
 LIGHT = 0.9  # bytes over those of another method
@@ -59,6 +60,10 @@ over the full cache's. **n**: samples in noise + in the novel; means of
 other n are of other samples. Of equal means the one with fewer operations of the prefill, to two
 decimals, comes first, then the one with fewer bytes.
 [All results](results/README.md)."""
+FEWEST = f"""\
+The smallest caches that lose at most {CLOSE} points to the full one, each method once. Methods that
+evict, and quantize what stays, take the fewest bytes. In 16 bits the full cache has half as many,
+and codes stay as they are: their part nearly doubles, that of raw entries does not change."""
 FREE = "These have no budget: what they keep or encode follows from their options and the text."
 LONG = """\
 Mean KL to the full cache's predictions while an answer of 1024 tokens is read, after the first
@@ -92,6 +97,9 @@ def page(of: Published) -> str:
     parts = [HEAD, _in_short(of), READING]
     for board in found:
         parts += [f"## {_title(board)}", *_at_budgets(board, of)]
+    parts += ["## Fewest bytes", FEWEST]
+    for board in found:
+        parts += _fewest_bytes(board)
     parts += ["## Without a budget", FREE]
     for board in found:
         parts += _without_budget(board)
@@ -120,11 +128,18 @@ def _in_short(of: Published) -> str:
         if len(found) == len(methods)
         else ""
     )
+    long_answers = f"{long_page.ranked(of.answers)[0]} + every:prompt=kept"
     return (
         "In short: `kvzip`; at budgets of 0.2 and more `zap`, which needs no second forward but a "
-        f"`kvfold fit`{fails}; at 0.05 the first of each table; all entries in fewer bits: "
-        f"`turboquant`; long answers: `{long_page.ranked(of.answers)[0]} + every:prompt=kept`."
+        f"`kvfold fit`{fails}; at 0.05 the first of each table; {_fewest(of)}all entries in fewer "
+        f"bits: `turboquant`; long answers: `{long_answers}`."
     )
+
+
+def _fewest(of: Published) -> str:
+    """The method of the fewest bytes, where the leaderboard has any."""
+    rows = [row for board in boards(core(of.results))[:1] for row in smallest(board)]
+    return f"fewest bytes: `{shortest(rows[0].method)}`; " if rows else ""
 
 
 def _title(board: Board) -> str:
@@ -207,6 +222,31 @@ def _haystack(board: Board) -> str:
     return f"Haystack: {haystacks(board.scored) or 'none'}."
 
 
+def smallest(board: Board) -> list[ReportRow]:
+    """Rows about as good as the full cache, the fewest bytes first, one of each method."""
+    near = [row for row in _methods(board) if row.gap and row.gap.value >= -CLOSE]
+    found = dict[str, ReportRow]()
+    for row in sorted(near, key=lambda row: row.bytes_ratio or math.inf):
+        found.setdefault(row.method, row)
+    return list(found.values())
+
+
+def _fewest_bytes(board: Board) -> Iterator[str]:
+    """The methods of the fewest bytes, among those about as good as the full cache."""
+    if rows := smallest(board)[:SMALLEST]:
+        yield f"### {_title(board)}, fewest bytes"
+        columns: dict[str, needle_rows.Column] = {"method": needle_rows.name}
+        columns["budget"] = lambda row: row.budget or ""
+        yield needle_rows.table(rows, columns | _beside_full(board))
+
+
+def _beside_full(board: Board) -> dict[str, needle_rows.Column]:
+    """Columns of scores, of the difference to the full cache, and of costs."""
+    columns = needle_rows.haystack_columns(board)
+    columns["− full (95 %)"] = lambda row: needle_rows.gap(row.gap)
+    return columns | needle_rows.COSTS | {"n": needle_rows.samples_column(board)}
+
+
 def _without_budget(board: Board) -> Iterator[str]:
     """Methods that lose few points, by bytes."""
     free = [row for row in _methods(board) if row.budget is None and row.gap]
@@ -220,10 +260,7 @@ def _without_budget(board: Board) -> Iterator[str]:
             f"Methods that lose more: {len(free) - len(near)}."
         )
         columns: dict[str, needle_rows.Column] = {"method": needle_rows.name}
-        columns |= needle_rows.haystack_columns(board)
-        columns["− full (95 %)"] = lambda row: needle_rows.gap(row.gap)
-        columns |= needle_rows.COSTS | {"n": needle_rows.samples_column(board)}
-        yield needle_rows.table(near, columns)
+        yield needle_rows.table(near, columns | _beside_full(board))
 
 
 def _long(of: Published) -> Iterator[str]:

@@ -84,6 +84,26 @@ def test_equal_scores_are_ordered_by_operations_then_bytes(which: ModuleType) ->
     assert names == ["small", "large", "dear", "unknown", "worse"]
 
 
+def test_the_smallest_caches_are_those_of_methods_that_lose_little(which: ModuleType) -> None:
+    """Each method once; one that loses 10 points is not among them, nor are baselines."""
+    known = {"task": NEEDLES[0], "haystack": "book.txt", "metric": "string_match_all"}
+    near, far = (-1.0, -6.0, 4.0), (-10.0, -15.0, -5.0)
+    results = [
+        made(score=(100.0, 1.0), **known),
+        made("snapkv", "0.2", (99.0, 1.0), near, **known),
+        made("snapkv", "0.1", (99.0, 1.0), near, **known),
+        made("tova", "0.05", (90.0, 1.0), far, **known),
+        made("random", "0.05", (99.0, 1.0), near, **known),
+        made("kivi", None, (99.0, 1.0), near, **known, nbytes=150.0),
+    ]
+    rows = which.smallest(which.boards(results)[0])
+    assert [(row.method, row.budget) for row in rows] == [("snapkv", "0.1"), ("kivi", None)]
+    page = page_of(which, results)
+    assert "fewest bytes: `snapkv`" in page
+    shown = [line for line in section(page, "Fewest bytes").splitlines() if line[:1] == "|"][2:]
+    assert [line.split(" | ")[0] for line in shown] == ["| snapkv", "| kivi"]
+
+
 def test_methods_that_repeat_the_prompt_are_in_no_table_without_extra_prefill(
     which: ModuleType,
 ) -> None:
