@@ -5,18 +5,20 @@
 (plain text files), 700 tokens to compress and the next 120, whose loss is compared, passage by
 passage, with that of the same method without merging. The next tokens are read in one forward,
 which measures the prompt's compression only; with `--one-by-one` they are read as in decoding,
-with further evictions. A rerun resumes.
+with further evictions. A rerun resumes; docs/results/merging/rows.jsonl holds the published ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -119,28 +121,39 @@ def losses(
     return F.cross_entropy(predicted, ids[:, PROMPT:], reduction="none").mean(-1).tolist()
 
 
-def report(records: list[Record]) -> None:
-    """Prints mean losses, and paired differences with 95 % intervals."""
+def full_loss(records: Sequence[Record]) -> float:
+    """Mean loss of the full cache."""
+    return mean([r.loss for r in records if r.method == "full"])
+
+
+def table(records: Sequence[Record]) -> list[str]:
+    """Lines of mean losses, and differences with 95 % intervals over the novels' means."""
     loss = {(r.method, r.kept, r.book, r.passage): r.loss for r in records}
-    full = [r.loss for r in records if r.method == "full"]
-    print(f"full cache: {sum(full) / len(full):.3f}, n={len(full)}\n")
-    print("| kept | method | n | loss | without merging | difference (95 %) | worse |")
-    print("|---|---|---|---|---|---|---|")
+    lines = [
+        "| kept | method | loss | without merging | its loss | difference (95 %) | worse |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kept, (merged, plain) in product(KEPT, PAIRS.items()):
-        pairs = [
-            (loss[key], loss[plain, *key[1:]])
+        pairs = {
+            key[2:]: (loss[key], loss[plain, *key[1:]])
             for key in loss
             if key[:2] == (merged, kept) and (plain, *key[1:]) in loss
-        ]
-        if len(pairs) < 2:
+        }
+        changes = defaultdict[str, list[float]](list)
+        for (book, _), (with_it, without) in pairs.items():
+            changes[book].append(with_it - without)
+        if len(changes) < 2:
             continue
-        with_it, without = torch.tensor(pairs).T
-        change = with_it - without
-        low, high = stats.ttest_1samp(change.numpy(), 0).confidence_interval()
-        print(
-            f"| {kept} | {merged} | {len(pairs)} | {with_it.mean():.3f} | {without.mean():.3f} "
-            f"| {change.mean():+.3f} ({low:+.3f} to {high:+.3f}) | {int((change > 0).sum())} |"
+        with_it, without = (mean(losses) for losses in zip(*pairs.values(), strict=True))
+        of_novels = [mean(each) for each in changes.values()]
+        low, high = stats.ttest_1samp(of_novels, 0).confidence_interval()
+        worse = sum(change > 0 for each in changes.values() for change in each)
+        line = (
+            f"| {kept} | {merged} | {with_it:.3f} | {plain} | {without:.3f} "
+            f"| {with_it - without:+.3f} ({low:+.3f} to {high:+.3f}) | {worse} of {len(pairs)} |"
         )
+        lines.append(line.replace("-", "−"))
+    return lines
 
 
 def main() -> None:
@@ -183,7 +196,7 @@ def main() -> None:
             ]
             store.add(new)
             records += new
-    report(records)
+    print(f"full cache: {full_loss(records):.3f}", *table(records), sep="\n")
 
 
 if __name__ == "__main__":
