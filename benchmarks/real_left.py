@@ -10,8 +10,8 @@ lacks; `publish_real.py FOLDER` adds their records. `| bash` runs them one after
 
 from __future__ import annotations
 
+import argparse
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 
 import publish_real
@@ -61,9 +61,16 @@ def with_options(command: Sequence[str], **options: str) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("book", help="the text that needles are hidden in")
+    parser.add_argument("folder", nargs="?", help="of the samples")
+    parser.add_argument("model", nargs="?")
+    given = [path for path in vars(parser.parse_args()).values() if path]
     root = publish_real.ROOT
     results = load_results([root / "docs" / "results" / RECORDS])
-    for command in publish_real.commands(*sys.argv[1:]):
+    for command in publish_real.commands(*given):
         for words in left(command, results):
             print(shlex.join(words))
 
