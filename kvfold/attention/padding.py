@@ -66,7 +66,7 @@ class Padding:
 
     Full-attention layers ignore padding between tokens, but it takes room in a sliding window and
     changes a recurrent state. `slides`: true if the model `name` has such layers. `read` gives what
-    was read before, None for nothing. `uneven`: true if heads keep different numbers of entries.
+    was read before, None for nothing. `uneven` tells whether heads keep unequal numbers of entries.
     `frozen`: true if nothing is evicted, and new tokens may be cropped.
     """
 
@@ -74,7 +74,7 @@ class Padding:
     new: int
     slides: bool
     read: Callable[[], ColumnsRead | None]
-    uneven: bool
+    uneven: Callable[[], bool]
     frozen: bool
 
     def check(self, mask: Tensor) -> None:
@@ -106,7 +106,7 @@ class Padding:
         else:
             self.check(tokens)
         unlike = shown[..., :older] != tokens[:, None, None, :older]
-        if self.uneven and bool((unlike & tokens[:, None, older:, None]).any()):
+        if self.uneven() and bool((unlike & tokens[:, None, older:, None]).any()):
             raise KvfoldError(
                 "the attention mask hides older tokens from some of the new ones, and heads that "
                 "keep different numbers of entries show them to all: leave these columns visible, "

@@ -125,8 +125,13 @@ def columns_read(cache: CompressedCache) -> ColumnsRead | None:
 def padding_rules(cache: CompressedCache, new: int) -> Padding:
     """Rules for the padding of the next `new` columns of a cache."""
     slides, read = bool(cache.other_layers()), partial(columns_read, cache)
-    uneven = any(isinstance(state.store, RaggedStore) for state in cache.states)
+    uneven = partial(has_uneven_heads, cache)
     return Padding(cache.binding.name, new, slides, read, uneven, cache.phase.frozen)
+
+
+def has_uneven_heads(cache: CompressedCache) -> bool:
+    """True if heads of a layer keep different numbers of entries, or may."""
+    return any(isinstance(state.store, RaggedStore) for state in cache.states)
 
 
 def check_whole_mask(cache: CompressedCache, mask: Tensor | None) -> None:
