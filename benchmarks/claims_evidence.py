@@ -20,7 +20,7 @@ from scipy import stats
 
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.intervals import moments, student
+from kvfold.eval.run.intervals import of_mean
 from kvfold.jobs.records import RecordFile
 from kvfold.report.load import load_results
 
@@ -159,7 +159,7 @@ class Kept:
         gaps = np.array([mine[sample] - theirs[sample] for sample in mine if sample in theirs])
         if len(gaps) < 2:
             return None
-        value, low, high = map(float, student(moments(gaps, np.ones(len(gaps)))))
+        value, low, high = map(float, of_mean(gaps))
         return Measured(value, low, high, len(gaps), 3)
 
 
@@ -244,7 +244,7 @@ class Layers:
         if len(passages) < 2:
             return None
         values = np.array(STATISTICS[self.statistic][1](passages))
-        value, low, high = map(float, student(moments(values, np.ones(len(values)))))
+        value, low, high = map(float, of_mean(values))
         return Measured(value, low, high, len(values), 2)
 
 

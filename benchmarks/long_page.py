@@ -19,7 +19,7 @@ from made_parts import with_part
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvfold.eval.run.intervals import Array, Interval, moments, student
+from kvfold.eval.run.intervals import Array, Interval, of_mean
 from kvfold.jobs.records import RecordFile
 from kvfold.report.style import BASELINE_DASH, COLORS, DASHES, GREY
 
@@ -74,7 +74,7 @@ def kl_table(rows: Sequence[AnswerDistance]) -> str:
         rule += "---|---|"
         for method in methods:
             own = [row for row in rows if _cell(row) == (budget, method)]
-            kl = _student(_means([row.kl for row in own], own))
+            kl = of_mean(_means([row.kl for row in own], own))
             agrees = np.mean(_means([row.agrees for row in own], own))
             order.setdefault(method, float(kl.value))
             lines[method] += f" {kl.value:.3f} ({max(kl.low, 0):.3f} to {kl.high:.3f}) |"
@@ -112,7 +112,7 @@ def _apart(one: list[AnswerDistance], other: list[AnswerDistance]) -> Interval:
     base = {row.answer: row for row in other}
     theirs = [base[row.answer] for row in one]
     ours = _means([row.kl for row in one], one)
-    return _student(ours - _means([row.kl for row in theirs], theirs))
+    return of_mean(ours - _means([row.kl for row in theirs], theirs))
 
 
 def _cell(row: AnswerDistance) -> tuple[int, str]:
@@ -127,11 +127,6 @@ def _means(numbers: Sequence[Sequence[float]], rows: Sequence[AnswerDistance]) -
     """Means of each answer's stretches after the first eviction."""
     after = [each[evicted(row)] for each, row in zip(numbers, rows, strict=True)]
     return np.array([np.mean(stretches) for stretches in after])
-
-
-def _student(of_answers: Array) -> Interval:
-    """Student's interval over answers: a bootstrap of so few is too narrow."""
-    return student(moments(of_answers, np.ones(len(of_answers))))
 
 
 def page(text: str, tables: dict[str, str]) -> str:

@@ -20,11 +20,11 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 from rich.progress import track
-from scipy import stats
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import kvfold
+from kvfold.eval.run.intervals import of_mean
 from kvfold.jobs.records import RecordFile
 
 PROMPT, NEXT = 700, 120
@@ -146,7 +147,7 @@ def table(records: Sequence[Record]) -> list[str]:
             continue
         with_it, without = (mean(losses) for losses in zip(*pairs.values(), strict=True))
         of_novels = [mean(each) for each in changes.values()]
-        low, high = stats.ttest_1samp(of_novels, 0).confidence_interval()
+        _, low, high = of_mean(np.array(of_novels))
         worse = sum(change > 0 for each in changes.values() for change in each)
         line = (
             f"| {kept} | {merged} | {with_it:.3f} | {plain} | {without:.3f} "

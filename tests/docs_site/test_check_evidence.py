@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -15,14 +14,9 @@ from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
 from kvfold.loading import load
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of, scripts_of
 
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    """`benchmarks/check_evidence_page.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("check_evidence_page")
+bench = module_of(BENCHMARKS, "check_evidence_page")
 
 
 def measured(bench: ModuleType, *values: tuple[float, float], **known: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -22,16 +22,12 @@ from kvfold.methods.registry import listed
 from kvfold.report.load import load_results
 from tests.helpers.eval_results import cell, lines, scored
 from tests.helpers.evaluation import HELD
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    """`benchmarks/claims.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("claims")
+bench = module_of(BENCHMARKS, "claims")
 
 
 def publish(folder: Path, samples: dict[EvalCell, Sequence[float]], **fields: object) -> None:

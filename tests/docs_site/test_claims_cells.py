@@ -3,20 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
-
-import pytest
-
 from kvfold.report.load import load_results
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    """`benchmarks/claims.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("claims")
+bench = module_of(BENCHMARKS, "claims")
 
 
 def columns(table: str) -> dict[tuple[str, str], str]:

@@ -3,19 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
+from tests.helpers.scripts import BENCHMARKS, module_of
 
-import pytest
-
-from tests.helpers.scripts import BENCHMARKS, scripts_of
-
-
-@pytest.fixture(scope="module")
-def pages() -> Iterator[ModuleType]:
-    """`benchmarks/codec_page.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("codec_page")
+pages = module_of(BENCHMARKS, "codec_page")
 
 
 def test_the_page_is_made_of_the_rows(pages):

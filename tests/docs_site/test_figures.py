@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "docs/results/bundled/README.md", "Results"
 
 
-@pytest.fixture(scope="module")
-def figures() -> Iterator[ModuleType]:
-    """`benchmarks/figures.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("figures")
+figures = module_of(BENCHMARKS, "figures")
 
 
 @pytest.mark.slow

@@ -3,20 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 
-
-@pytest.fixture(scope="module")
-def pages() -> Iterator[ModuleType]:
-    """`benchmarks/match_page.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("match_page")
+pages = module_of(BENCHMARKS, "match_page")
 
 
 def row(pages: Any, text: str, method: str, kept: float, kl: float, nbytes: int = 100) -> Any:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,15 +12,10 @@ import kvfold
 from kvfold.bench.models import BenchModel
 from kvfold.checks.batches import PaddedIds
 from tests.helpers.models import build, prompts
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 from tests.helpers.truth import Reader
 
-
-@pytest.fixture(scope="module")
-def pages() -> Iterator[ModuleType]:
-    """`benchmarks/long_page.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("long_page")
+pages = module_of(BENCHMARKS, "long_page")
 
 
 def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_path):

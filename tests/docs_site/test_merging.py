@@ -3,19 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
+from tests.helpers.scripts import BENCHMARKS, module_of
 
-import pytest
-
-from tests.helpers.scripts import BENCHMARKS, scripts_of
-
-
-@pytest.fixture(scope="module")
-def pages() -> Iterator[ModuleType]:
-    """`benchmarks/merging_page.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("merging_page")
+pages = module_of(BENCHMARKS, "merging_page")
 
 
 def test_the_page_is_made_of_the_rows(pages):

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from benchmarks.made_parts import END
-from tests.helpers.scripts import GENERATE, scripts_of
+from tests.helpers.scripts import GENERATE, module_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 MUCH_USED = (
@@ -39,11 +38,7 @@ MUCH_USED = (
 )
 
 
-@pytest.fixture(scope="module")
-def models() -> Iterator[ModuleType]:
-    """The script that writes the page; its modules are forgotten afterwards."""
-    with scripts_of(GENERATE) as script:
-        yield script("models")
+models = module_of(GENERATE, "models")
 
 
 @pytest.mark.parametrize("name", MUCH_USED)

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +33,7 @@ from kvfold.report.style import BASELINES
 from kvfold.report.write import styles_of, texts
 from real_model.make import FITTED
 from tests.helpers.reports import HERE, MODEL, made
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of, scripts_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -53,11 +53,7 @@ LEFT_OUT = {
 NARROW, SMALLEST = 390, 11  # pixels of a small screen, and of a letter on it
 
 
-@pytest.fixture(scope="module")
-def publishing() -> Iterator[ModuleType]:
-    """`benchmarks/publish_real.py`; its page is `.real_page`, its picture `.real_picture`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("publish_real")
+publishing = module_of(BENCHMARKS, "publish_real")
 
 
 def measured() -> list[CellResult]:

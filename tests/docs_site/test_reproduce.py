@@ -3,21 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
-
-import pytest
-
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 
 TASK = "ruler_niah_single_2"
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """`benchmarks/reproduce.py`."""
-    with scripts_of(BENCHMARKS) as imported:
-        yield imported("reproduce")
+script = module_of(BENCHMARKS, "reproduce")
 
 
 def test_the_cells_it_runs_are_published(script):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -15,16 +14,12 @@ from kvfold.methods.description import shortest, without_files
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
 from tests.helpers.reports import made
-from tests.helpers.scripts import BENCHMARKS, scripts_of
+from tests.helpers.scripts import BENCHMARKS, module_of
 
 NEEDLES = "ruler_niah_single_1", "ruler_niah_single_2"
 
 
-@pytest.fixture(scope="module")
-def which() -> Iterator[ModuleType]:
-    """`benchmarks/which_method.py`."""
-    with scripts_of(BENCHMARKS) as script:
-        yield script("which_method")
+which = module_of(BENCHMARKS, "which_method")
 
 
 def page_of(which: ModuleType, results: list, samples: dict | None = None) -> str:

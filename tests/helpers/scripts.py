@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -27,3 +30,14 @@ def scripts_of(folder: Path) -> Iterator[Callable[[str], ModuleType]]:
         for script in folder.glob("*.py"):
             if script.stem not in known:
                 sys.modules.pop(script.stem, None)
+
+
+def module_of(folder: Path, name: str) -> Any:
+    """A fixture of a test module: the script `name` of `folder`, forgotten after its tests."""
+
+    @pytest.fixture(scope="module")
+    def module() -> Iterator[ModuleType]:
+        with scripts_of(folder) as script:
+            yield script(name)
+
+    return module

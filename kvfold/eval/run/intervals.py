@@ -121,6 +121,14 @@ def student(of: Moments) -> Interval:
     return Interval(of.mean, of.mean - far, of.mean + far)
 
 
+def of_mean(values: Array) -> Interval:
+    """Student's interval of the mean of `values [..., n]` of equal weight, n >= 2.
+
+    A bootstrap of few values is too narrow.
+    """
+    return student(moments(values, np.ones(values.shape[-1])))
+
+
 def pooled(parts: list[Moments], weights: list[float]) -> Moments:
     """Moments of the weighted mean of independent means; weights sum to 1."""
     share = np.array(weights)
