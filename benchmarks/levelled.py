@@ -63,7 +63,7 @@ def rows(model: Any, tokenizer: Any, path: Path, tokens: int, budget: float) -> 
     """The rows of one book, method by method."""
     document = passage(tokenizer, path, tokens)
     full = kvfold.compress(model, tokenizer, document, "full")
-    asked = full.chat()._question_ids(QUESTION, "", special_tokens=False)
+    asked = full.chat().question_ids(QUESTION, "", special_tokens=False)
     for method in METHODS:
         own = kvfold.compress(model, tokenizer, document, method, budget)
         own_to_full, answer = distance(full, own.cache, asked)

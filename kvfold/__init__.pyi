@@ -90,7 +90,9 @@ from kvfold.methods.recent import Recent as Recent
 from kvfold.methods.registry import list_methods as list_methods
 from kvfold.methods.registry import register as register
 from kvfold.methods.reindex import Reindex as Reindex
+from kvfold.methods.rkv import RKV as RKV
 from kvfold.methods.roco import RoCo as RoCo
+from kvfold.methods.scissorhands import Scissorhands as Scissorhands
 from kvfold.methods.simlayerkv import SimLayerKV as SimLayerKV
 from kvfold.methods.sirllm import SirLLM as SirLLM
 from kvfold.methods.sizes import Sizes as Sizes
@@ -99,11 +101,9 @@ from kvfold.methods.stages.select.forced import Forced as Forced
 from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
 from kvfold.methods.think import ThinK as ThinK
 from kvfold.methods.tova import TOVA as TOVA
+from kvfold.methods.triattention import TriAttention as TriAttention
 from kvfold.methods.turboquant import TurboQuant as TurboQuant
 from kvfold.methods.zap import Zap as Zap
 from kvfold.methods.zap_threshold import ZapThreshold as ZapThreshold
 
 __version__: str
-from kvfold.methods.rkv import RKV as RKV
-from kvfold.methods.scissorhands import Scissorhands as Scissorhands
-from kvfold.methods.triattention import TriAttention as TriAttention

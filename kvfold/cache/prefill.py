@@ -168,7 +168,9 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
     stored = (positions >= 0).sum(-1)
     if state.plan.ranks.all((_most(counts, sizes, beside) >= stored).all()):
         if state.plan.scores_stay:
-            scores = scores_of(stages, observation, positions.shape[1])
+            budget = counts if counts.dim() == 1 else counts.amax(-1)
+            observed = dataclasses.replace(observation, budget=budget)
+            scores = scores_of(stages, observed, positions.shape[1])
             state.scores = scores.masked_fill(positions < 0, torch.nan)
         _keep_everything(state, observation, positions, counts)
         return

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
@@ -19,9 +18,10 @@ from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState
 from kvfold.errors import BudgetError, KvfoldError
-from kvfold.methods.base import Across, Method, Stages
+from kvfold.methods.base import Across, Method, Stages, parts_of
 from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.stages.allocate.pool import candidates_of
+from kvfold.methods.stages.score.repetition import most_attention
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -87,7 +87,7 @@ def check_nested(method: Method) -> None:
 
 def is_nested(method: Method) -> bool:
     """True if the method keeps, at a smaller budget, a part of what it keeps at a larger one."""
-    nested = all(part.nested for part in getattr(method, "parts", (method,)))
+    nested = all(part.nested for part in parts_of(method))
     return nested and method.takes_budget
 
 
@@ -144,13 +144,8 @@ def _by_kept_scores(own: Stages, stages: Stages) -> Stages:
     if isinstance(allocate, Across):
         if getattr(allocate.statistic, "keywords", {}).get("score") is not own.score:
             raise KvfoldError("sizes depend on more than scores: compress the text again")
-        allocate = replace(allocate, statistic=partial(candidates_of, score=_kept_scores))
-    return replace(stages, needs=Needs(), score=_kept_scores, allocate=allocate)
-
-
-def _kept_scores(observation: Observation) -> Tensor:
-    assert observation.reconstruction_scores is not None
-    return observation.reconstruction_scores
+        allocate = replace(allocate, statistic=partial(candidates_of, score=most_attention))
+    return replace(stages, needs=Needs(), score=most_attention, allocate=allocate)
 
 
 def _observation(state: LayerState) -> Observation:

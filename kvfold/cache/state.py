@@ -262,7 +262,7 @@ class LayerState:
         The window queries are kept if the first eviction's window reaches back to them.
         """
         self.turn_end, self.head_sizes = self.seen, None
-        self.next_round = self._round_after(self.seen)
+        self.next_round = self.round_after(self.seen)
         self.answer_window.clear()
         if self.next_round - self.seen < self.answer_window.width:
             assert observation.queries is not None and observation.query_positions is not None
@@ -274,10 +274,10 @@ class LayerState:
         if self.turn_end is None or self.next_round is None:
             return
         self.turn_end = min(self.turn_end, self.seen)
-        after = self._round_after(self.seen)
+        after = self.round_after(self.seen)
         self.next_round = min(self.next_round, after)  # earlier if tokens that stay came frozen
 
-    def _round_after(self, seen: int) -> int:
+    def round_after(self, seen: int) -> int:
         """Columns at which entries are next evicted, of an answer that has `seen` of them."""
         assert self.turn_end is not None
         stages = self.plan.stages

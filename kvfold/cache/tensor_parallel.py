@@ -36,6 +36,7 @@ BY_KV_HEAD = (
     "chunk_sums",
     "key_positions",
     "evictable",
+    "bias",
     "previous_scores",
 )
 

@@ -240,6 +240,8 @@ def contenders(
     for method in map(parse, methods):
         if not question_aware:
             check_reusable(method)
+        if method.takes_budget and not amounts:
+            raise KvfoldError(f"{method} needs a budget: give for example 0.2,0.1")
         own: list[str | None] = [*amounts] if method.takes_budget else [None]
         for amount in own:
             checked_budget(method, amount, method.stages().forced.least)

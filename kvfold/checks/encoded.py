@@ -115,8 +115,10 @@ def encode_attack(
 ) -> EncodedPrompt:
     """A system text and a message that attacks it; compressed up to that unless `question_aware`.
 
-    Raises KvfoldError without a chat template.
+    Raises KvfoldError without a chat template, and for an attack that says nothing.
     """
+    if not attack.strip():
+        raise KvfoldError("an attack is empty: it is a message that asks for the system text")
     messages = (
         PromptMessage(role="system", content=system),
         PromptMessage(role="user", content=attack),
@@ -176,7 +178,7 @@ def _located(
 def _tokens_of(pieces: Sequence[str], begin: int, part: str) -> Span:
     """Range of the tokens that hold characters of `part`, which begins at `begin`."""
     if begin < 0:
-        raise KvfoldError("the chat template changes the system message, which is not found again")
+        raise KvfoldError(f"the chat template changes {part[:40]!r}, which is not found again")
     ends = list(itertools.accumulate(map(len, pieces), initial=0))
     end = begin + len(part)
     inside = [t for t in range(len(pieces)) if ends[t] < end and ends[t + 1] > begin]

@@ -58,9 +58,10 @@ class CheckPrompt(BaseModel):
 
     @property
     def system(self) -> str | None:
-        """Text of the system message, if there is one."""
+        """Text of the system message, if there is one that says something."""
         first = self.messages[0] if self.messages else None
-        return first.content if first is not None and first.role == "system" else None
+        system = first is not None and first.role == "system" and first.content.strip()
+        return first.content if first is not None and system else None
 
 
 def prompts_of(given: str | Path | Sequence[str | Mapping[str, Any]]) -> list[CheckPrompt]:

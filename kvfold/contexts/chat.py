@@ -102,7 +102,7 @@ class Chat:
     ) -> Reply:
         """The answer with its white space, its tokens and why it ended; otherwise as `ask`."""
         options |= {"max_new_tokens": max_new_tokens}
-        asked = self._question_ids(question, answer_prefix, special_tokens)
+        asked = self.question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
         return self._answer(asked, keep, stop_strings(stop), discard, Event(), options)
 
@@ -120,7 +120,7 @@ class Chat:
         """
         before = self.ids.shape[1]
         said = token_ids(self.context.tokenizer, content(answer, special_tokens))
-        asked = self._question_ids(question, answer_prefix, special_tokens)
+        asked = self.question_ids(question, answer_prefix, special_tokens)
         self.ids = torch.cat([self.ids, asked, said.to(self.ids.device)], 1)
         self._before_turns.append(before)
 
@@ -142,16 +142,18 @@ class Chat:
         its turn is then not kept.
         """
         options |= {"max_new_tokens": max_new_tokens}
-        asked = self._question_ids(question, answer_prefix, special_tokens)
+        asked = self.question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         cancelled = Event()
-        # A mode of the caller's thread, in which the reader's tensors may be made.
+        # Modes of the caller's thread: the reader's tensors may be made in inference mode.
         inference = torch.is_inference_mode_enabled()
+        device = asked.device.type
+        dtype, cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
         def work() -> None:
             try:
-                with torch.inference_mode(inference):
+                with torch.inference_mode(inference), torch.autocast(device, dtype, cast):
                     self._answer(asked, keep, stop_strings(stop), pieces.put, cancelled, options)
             except BaseException as problem:
                 pieces.put(problem)
@@ -213,7 +215,7 @@ class Chat:
             self.ids = ids
         return answer.reply(generated, end_tokens(model))
 
-    def _question_ids(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
+    def question_ids(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
         """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template."""
         frame = self.context.frame
         opening = frame.between if self.turns else frame.separator

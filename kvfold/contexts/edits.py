@@ -159,7 +159,7 @@ def _reread(
     )
     model, length = state.rotation.model, ids.shape[1]
     if cache.per_chunk is None:
-        read_turn(model, fresh, ids, None, length, chunk or length)
+        read_turn(model, fresh, ids, None, length, piece_of(chunk, length))
     else:
         read_per_chunk(model, fresh, ids, None, cache.per_chunk)
     return fresh

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
+from kvfold.contexts.answer import end_tokens
 from kvfold.contexts.files.format import LevelHeader
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.pieces import piece_of
-from kvfold.methods.base import Composition, Method
+from kvfold.methods.base import Method, with_part
 from kvfold.methods.level import Level
 from kvfold.methods.stages.select.one_set import Rule
 
@@ -34,7 +35,7 @@ def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context
 
     `level` of the result says how far answers moved: the mean KL, in nats, of its next tokens from
     those of `context`, along the greedy answer of `context` to `QUESTION`, up to `TOKENS` tokens.
-    Raises KvfoldError for a context compressed per chunk, shrunk or levelled before; and what
+    Raises KvfoldError for a context compressed per chunk or levelled before; and what
     `CompressedCache` raises for a method that cannot be levelled.
     """
     context.check()
@@ -52,7 +53,7 @@ def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context
     )
     ids = context.ids
     read_turn(context.model, made, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
-    asked = context.chat()._question_ids(QUESTION, "", special_tokens=False)
+    asked = context.chat().question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)
     own = [count for layer in cache.stats().kept for count in layer[0]]
     header = LevelHeader(
@@ -67,10 +68,7 @@ def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context
 
 def level_of(method: Method, rule: Rule) -> Method:
     """`method` with one set of tokens; raises IllegalComposition for one that cannot."""
-    parts = method.parts if isinstance(method, Composition) else (method,)
-    composed = Composition((*parts, Level(rule)))
-    composed.stages()
-    return composed
+    return with_part(method, Level(rule))
 
 
 @torch.no_grad()
@@ -79,8 +77,7 @@ def distance(context: Context, made: CompressedCache, asked: Tensor) -> tuple[fl
     model = context.model
     caches = [fork(context.cache), fork(made)]
     pending, divergences = asked, []
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = end_tokens(model)
     for _ in range(TOKENS):
         ours, theirs = (
             model(pending, past_key_values=cache).logits[0, -1].float().log_softmax(-1)

@@ -120,7 +120,8 @@ def enable(
     }
     routed = attention.is_enabled(model)
     if method is None:
-        if any((*make.values(), prefill_chunk)):
+        given = budget, tokenizer, every, max_cache_tokens, prefill_chunk
+        if seed or any(option is not None for option in given):
             raise KvfoldError('name a method, too: kvfold.enable(model, "snapkv", 0.3)')
         attention.enable(model)
         return Enabled(model, routed)

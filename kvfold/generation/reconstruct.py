@@ -44,8 +44,9 @@ def reconstruct(
     count in the budget. The cache's entries stay unchanged. With a file of head scores nothing is
     repeated, and with one of questions these are read instead.
 
-    Raises KvfoldError for a row without the method's instruction, for a file of head scores that
-    cannot be read or is another model's, and for a file without questions.
+    Raises KvfoldError for prompts without a text, for a row without the method's instruction, for
+    a file of head scores that cannot be read or is another model's, and for a file without
+    questions.
     """
     how, tokenizer = cache.reconstruction, cache.binding.tokenizer
     assert how is not None and tokenizer is not None
@@ -99,7 +100,10 @@ def _repetitions(
     texts: list[Tensor],
 ) -> Iterator[_Forward]:
     """Each part of the texts, as the answer to a prompt that asks for it."""
-    for part in range(-(-max(map(len, texts)) // how.chunk)):
+    longest = max(map(len, texts))
+    if not longest:
+        raise KvfoldError("there is no text to compress behind the chat template's opening")
+    for part in range(-(-longest // how.chunk)):
         requests = [_request(how, tokenizer, frame, text, part) for text in texts]
         counts = [len(repeated) for _, repeated in requests]
         rows = [torch.cat(request) for request in requests]

@@ -86,9 +86,9 @@ def _begins(
     mask = kwargs.get("attention_mask")
     whole = isinstance(mask, Tensor) and mask.dim() == 4
     cache.forward_begins(_ids(args, kwargs), mask if whole else None)
+    cache.logits_kept = kwargs.get("logits_to_keep", 0)
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None
-    cache.logits_kept = kwargs["logits_to_keep"]
     return args, kwargs | {"logits_to_keep": 0}
 
 
@@ -101,8 +101,8 @@ def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) 
         return
     logits = getattr(output, "logits", None)
     cache.forward_returned(_ids(args, kwargs), logits)
-    kept, cache.logits_kept = cache.logits_kept, 0
     assert logits is not None  # else the cache refused
+    kept = cache.logits_kept
     output.logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
 
 

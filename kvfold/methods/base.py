@@ -303,6 +303,13 @@ def parts_of(method: Method) -> tuple[Method, ...]:
     return method.parts if isinstance(method, Composition) else (method,)
 
 
+def with_part(method: Method, part: Method) -> Composition:
+    """`method` composed with one more part; raises IllegalComposition for one that cannot be."""
+    composed = Composition((*parts_of(method), part))
+    composed.stages()
+    return composed
+
+
 def _set_stages(stages: Stages) -> dict[str, Any]:
     blank = Stages()
     return {

@@ -69,7 +69,7 @@ def shortest(text: str) -> str:
         method = parse(text)
     except KvfoldError:
         return text
-    return " + ".join(map(_shortest, getattr(method, "parts", (method,))))
+    return " + ".join(map(_shortest, parts_of(method)))
 
 
 def files_of(method: Method) -> dict[str, FileName]:

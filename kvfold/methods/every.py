@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Composition, Method, Stages, parse, register
+from kvfold.methods.base import Method, Stages, parse, register, with_part
 from kvfold.methods.stages.decode import Counting, Prompt, Sizes
 
 
@@ -66,7 +66,4 @@ def in_rounds(method: Method, interval: int | None) -> Method:
     """
     if interval is None:
         return method
-    parts = method.parts if isinstance(method, Composition) else (method,)
-    composed = Composition((*parts, Every(interval)))
-    composed.stages()
-    return parse(composed)
+    return parse(with_part(method, Every(interval)))

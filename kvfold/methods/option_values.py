@@ -102,7 +102,7 @@ def as_text(value: Any) -> str:
         return "/".join(map(str, value)) or "none"
     if isinstance(value, str | os.PathLike):
         return MARKS.sub(lambda found: quote(found[0], safe=""), str(value))
-    return str(value)
+    return str(value).replace("e+", "e")  # "+" composes methods
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from pkgutil import iter_modules
+from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,7 @@ class Entry:
 _REGISTRY: dict[str, Entry] = {}
 _IMPORTED: list[str] = []
 _own_loaded = False
+_loading = Lock()
 
 
 def register(
@@ -67,7 +69,8 @@ def register(
         entries = {name: Entry(cls)}
         entries |= {f"{name}_{of}": Entry(cls, values) for of, values in (presets or {}).items()}
         _check_class(name, cls)
-        _load_own()  # so that no other class can take the name of an own method first
+        if not cls.__module__.startswith(f"{OWN}."):
+            _load_own()  # so that no other class can take the name of an own method first
         for each in entries:
             _check_name(each, cls)
         cls.name, cls.paper, cls.summary = name, paper, _summary(cls)
@@ -149,16 +152,13 @@ def _registry() -> dict[str, Entry]:
 def _load_own() -> None:
     """Imports every module of kvfold's own methods, which register themselves."""
     global _own_loaded
-    if _own_loaded:
-        return
-    _own_loaded = True
-    try:
+    with _loading:
+        if _own_loaded:
+            return
         for module in iter_modules(import_module(OWN).__path__):
             if not module.ispkg:
                 import_module(f"{OWN}.{module.name}")
-    except BaseException:
-        _own_loaded = False
-        raise
+        _own_loaded = True
 
 
 def _check_class(name: str, cls: type) -> None:

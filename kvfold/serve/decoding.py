@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import AnswerStream
+from kvfold.contexts.answer import AnswerStream, end_tokens
 from kvfold.generation.generate import generate
 from kvfold.serve.response_schemas import Reason
 from kvfold.serve.sampling import SamplingParams
@@ -70,8 +70,7 @@ def generate_answer(
     )
     tokens: list[int] = out[0, len(ids) :].tolist()
     kept = said.finish(tokens)
-    end = model.generation_config.eos_token_id
-    ended = said.stopped or (tokens and tokens[-1] in (end if isinstance(end, list) else [end]))
+    ended = said.stopped or (tokens and tokens[-1] in end_tokens(model))
     return AnswerFinished(len(tokens), "stop" if ended else "length", kept)
 
 

@@ -116,6 +116,12 @@ def test_bad_input_is_one_line(bundled) -> None:
         with pytest.raises(KvfoldError, match=message) as refused:
             check(bundled, prompts, methods)
         assert "\n" not in str(refused.value)
+    with pytest.raises(KvfoldError, match="snapkv needs a budget"):
+        kvfold.check(*bundled, ["one", "two"], "snapkv", [], tokens=4)
+    with pytest.raises(KvfoldError, match="an attack is empty"):
+        system = {"role": "system", "content": SYSTEM}
+        rows = [{"messages": [system, *chat["messages"]]}, chat]
+        check(bundled, rows, "kivi", attacks=["  "])
     with pytest.raises(KvfoldError, match="1 forced tokens measure nothing"):
         check(bundled, ["one", "two"], "kivi", tokens=1)
     with pytest.raises(KvfoldError, match="no chat template"):

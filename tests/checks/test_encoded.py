@@ -122,3 +122,9 @@ def test_a_span_of_everything_is_refused(form: dict[str, str]) -> None:
     row = CheckPrompt(**form, spans={"all": "sky is blue"}, where="line 3")
     with pytest.raises(KvfoldError, match="line 3: the span 'all' is the whole prompt"):
         encode(word_tokenizer(), row, question_aware=False, seed=0)
+
+
+def test_a_system_message_of_white_space_says_nothing(tokenizer) -> None:
+    messages = [{"role": "system", "content": "  "}, {"role": "user", "content": "Hello"}]
+    prompt = CheckPrompt.model_validate({"messages": messages})
+    assert prompt.system is None and encode(tokenizer, prompt, False, 0).spans == {}

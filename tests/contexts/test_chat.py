@@ -121,6 +121,19 @@ def test_an_error_in_a_stream_reaches_who_reads_it(model, tokenizer, monkeypatch
     assert chat.turns == 0 and chat.ask(QUESTION, max_new_tokens=4) == good
 
 
+def test_a_stream_computes_in_the_autocast_of_its_reader(tokenizer):
+    model, modes = new_model(), []
+    context = compressed(model, tokenizer, "snapkv")
+    handle = model.register_forward_hook(
+        lambda *_: modes.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+    )
+    with torch.autocast("cpu", torch.float16):
+        context.ask(QUESTION, max_new_tokens=3)
+        "".join(context.stream(QUESTION, max_new_tokens=3))
+    handle.remove()
+    assert set(modes) == {(True, torch.float16)}
+
+
 def test_inference_mode_streams_what_it_answers(model, tokenizer):
     """The mode is of one thread, and a stream generates in another."""
     with torch.inference_mode():

@@ -113,8 +113,9 @@ def test_documents_are_read_again_in_pieces(method):
         for mine, theirs in zip(bits(one.cache), bits(other.cache), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
     for edit in (context.drop, lambda span, mode, **given: context.append("the sky", **given)):
-        with pytest.raises(KvfoldError, match="a positive number of tokens, not -7"):
-            edit((20, 30), "reread", prefill_chunk=-7)
+        for none in (0, -7):
+            with pytest.raises(KvfoldError, match=f"a positive number of tokens, not {none}"):
+                edit((20, 30), "reread", prefill_chunk=none)
 
 
 @pytest.mark.parametrize(("method", "budget"), [("full", None), ("snapkv", 0.5), ("kvzip", 0.5)])

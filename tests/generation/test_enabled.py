@@ -218,8 +218,9 @@ def test_continuous_batching_would_not_compress(model):
 
 def test_what_does_not_go_together_is_refused(model):
     ids, mask = prompts((64,))
-    with pytest.raises(KvfoldError, match="name a method"):
-        kvfold.enable(model, budget=0.3)
+    for given in ({"budget": 0.3}, {"budget": 0.0}, {"every": 0}, {"prefill_chunk": 0}):
+        with pytest.raises(KvfoldError, match="name a method"):
+            kvfold.enable(model, **given)
     with pytest.raises(KvfoldError, match="needs a budget"):
         kvfold.enable(model, "snapkv")
     assert "generate" not in vars(model)

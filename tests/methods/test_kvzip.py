@@ -395,3 +395,9 @@ def test_kvzip_questions_that_are_none_are_refused(tmp_path, name, held):
         kvfold.compress(small, tokenizer, "the old house was quiet", spec, 0.5)
     with pytest.raises(KvfoldError, match="head_scores are taken as they are, without questions"):
         parse("kvzip:level=head,head_scores=a.pt,questions=b.txt")
+
+
+def test_a_text_of_no_token_says_so():
+    small, tokenizer = kvfold.bundled_model()
+    with pytest.raises(KvfoldError, match="there is no text to compress"):
+        kvfold.compress(small, tokenizer, "", "kvzip", 0.5)

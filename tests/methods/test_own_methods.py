@@ -572,3 +572,28 @@ def test_a_schedule_that_is_no_list_of_sizes_is_refused_by_the_methods_name(mode
 def test_sizes_of_heads_that_are_no_integers_are_refused(model):
     with pytest.raises(KvfoldError, match=r"heads torch.float32 \[1, 2\] where integers"):
         read(model, Careless(heads=True), prompts((64,))[0])
+
+
+@dataclass(frozen=True)
+class NotesBudget(Method):
+    """By position; notes each budget that its score is told."""
+
+    def stages(self) -> Stages:
+        needs = Needs(previous_scores=True)
+        return Stages(needs=needs, score=noted_budget, decode="every", every=8)
+
+
+told: list[list[int] | None] = []
+
+
+def noted_budget(seen: Observation) -> Tensor:
+    told.append(None if seen.budget is None else seen.budget.tolist())
+    return by_position(seen)
+
+
+@pytest.mark.parametrize("budget", [50, 5000])
+def test_scores_know_the_budget_where_everything_is_kept_too(model, budget):
+    told.clear()
+    with torch.no_grad():
+        model(prompts((64,))[0], past_key_values=CompressedCache(model, NotesBudget(), budget))
+    assert len(told) == 4 and all(each == [budget] for each in told)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods: the registry, the texts that name them, and what does not fit together."""
 
+import subprocess
+import sys
+
 import kvfold
 
 
@@ -28,3 +31,16 @@ def test_methods_are_listed_by_name():
 def test_the_list_is_a_copy():
     kvfold.list_methods().clear()
     assert "snapkv" in kvfold.list_methods()
+
+
+def test_threads_that_ask_first_find_every_method():
+    program = (
+        "from threading import Thread\n"
+        "from kvfold.methods.base import parse\n"
+        "found = []\n"
+        "threads = [Thread(target=lambda: found.append(str(parse('zap')))) for _ in range(4)]\n"
+        "[thread.start() for thread in threads]\n"
+        "[thread.join() for thread in threads]\n"
+        "assert found == ['zap'] * 4, found\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -21,6 +21,7 @@ from tests.helpers.by_hand import (
     Layer,
     assert_prefill,
 )
+from tests.helpers.models import build, prompts
 from tests.helpers.observations import observe, observed
 from tests.helpers.rounds import assert_each_round, last_queries, of_all_pairs, per_full_head
 from tests.helpers.rounds import important_and_new as important_and_new_by_hand
@@ -117,6 +118,16 @@ def test_official_rounds_count_the_whole_text_by_hand(lengths, interval, monkeyp
             keep(one)
 
     assert_each_round("rkv_official", where_due, lengths, 1)
+
+
+def test_official_rounds_count_the_whole_text_after_an_edit():
+    model, ids = build("llama"), prompts((100,))[0]
+    cache = kvfold.CompressedCache(model, "rkv_official", 60)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.drop((20, 30))
+    assert cache.get_seq_length() == 90
+    assert {state.next_round for state in cache.states} == {128}
 
 
 def test_rounds_are_every_128_tokens_unless_asked_otherwise():

@@ -265,6 +265,17 @@ def test_the_caller_gets_the_logits_that_it_asked_for(model) -> None:
             torch.testing.assert_close(found, wanted)
 
 
+def test_a_forward_that_failed_leaves_no_choice_of_logits(model) -> None:
+    ids, cache = prompts((64,))[0], kvfold.CompressedCache(model, "sirllm", 100)
+    with torch.no_grad():
+        handle = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        handle.remove()
+        cache.reset()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
 def test_others_read_no_logits(model) -> None:
     cache = start(model, "snapkv:window=8").cache
     assert not cache.reads_logits

@@ -73,10 +73,11 @@ class SamplePrompt:
 
         For a conversation, both are sums over the turns.
         """
-        taken = [
-            (self.question_ids(q).shape[1], self.question_ids(q).shape[1] + q.max_new_tokens)
-            for q in self.sample.questions
-        ]
+        taken = []
+        for turn, question in enumerate(self.sample.questions):
+            first = turn == 0 or not self.sample.conversation
+            asked = self.question_ids(question, first).shape[1]
+            taken.append((asked, asked + question.max_new_tokens))
         if self.sample.conversation:
             return sum(asked for asked, _ in taken), sum(whole for _, whole in taken)
         return max(taken, key=lambda sizes: sizes[1], default=(0, 0))

@@ -152,9 +152,17 @@ class Arrivals:
             yield self._jobs.get()
 
     def _remove_oldest(self) -> None:
-        files = sorted(self._own(), key=lambda path: path.stat().st_mtime_ns)
+        files = sorted(self._own(), key=_modified)
         for path in files[: max(0, len(files) - self.most)]:
             path.unlink(missing_ok=True)
 
     def _own(self) -> Iterable[Path]:
         return self.folder.glob(OWN_FILES)
+
+
+def _modified(path: Path) -> int:
+    """When a file was written, 0 for one that another server on the folder has removed."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

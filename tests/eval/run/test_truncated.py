@@ -59,8 +59,10 @@ def test_the_longest_question_and_every_turn_must_fit(setting):
     single = replace(record("shared_kv"), questions=tuple(asked))
     most = max(zip(sizes, news, strict=True), key=sum)
     assert setting.prompt(single).tokens_after() == (most[0], sum(most))
-    turns = replace(single, conversation=True)
-    assert setting.prompt(turns).tokens_after() == (sum(sizes), sum(sizes) + sum(news))
+    turns = setting.prompt(replace(single, conversation=True))
+    assert turns.frame.between != turns.frame.separator
+    sizes = [turns.question_ids(q, turn == 0).shape[1] for turn, q in enumerate(asked)]
+    assert turns.tokens_after() == (sum(sizes), sum(sizes) + sum(news))
 
 
 def test_a_generated_sample_is_never_cut(setting):

@@ -204,3 +204,15 @@ def test_the_oldest_files_of_unnamed_texts_are_removed(tmp_path: Path) -> None:
     asyncio.run(arrivals.made("e", "named"))
     left = {path.stem for path in tmp_path.iterdir()}
     assert left == {*names[2:], *own, "named"}
+
+
+def test_a_file_that_another_server_removes_fails_no_request(tmp_path: Path, monkeypatch) -> None:
+    def written(jobs: Any) -> Any:
+        for job in jobs:
+            job.path.write_text("x")
+            yield CompressResult(job.path, None)
+
+    arrivals = Arrivals(tmp_path, OPTIONS, written, "", most=2)
+    monkeypatch.setattr(arrivals, "_own", lambda: [*tmp_path.glob("*"), tmp_path / "gone.kvfold"])
+    for text in "abc":
+        asyncio.run(arrivals.made(text))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
+from kvfold.methods.stages.select.top import highest
 
 
 def candidates_of(observation: Observation, score: Callable[[Observation], Tensor]) -> Tensor:
@@ -59,10 +60,7 @@ def pooled(
 
 def _with_floor(scores: Tensor, least: Tensor) -> Tensor:
     """Scores `[B, H, T]`, +inf for the `least [B]` best candidates of each head."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    first = torch.arange(scores.shape[-1], device=scores.device) < least.view(-1, 1, 1)
-    best = torch.zeros_like(scores, dtype=torch.bool).scatter(2, order, first.expand_as(order))
-    return scores.masked_fill(best & (scores > -torch.inf), torch.inf)
+    return scores.masked_fill(highest(scores, least) & (scores > -torch.inf), torch.inf)
 
 
 def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None) -> list[Tensor]:

@@ -166,6 +166,8 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
     wanted = (*observation.keys.shape[:2], stored)
     if not isinstance(scores, Tensor) or scores.shape != wanted or not scores.is_floating_point():
         raise _refused(stages, wanted, scores)
+    if scores.itemsize < 4:
+        scores = scores.float()  # 16 bits cannot order more than a few hundred entries
     expanded = wanted[1] // heads
     if expanded > 1:
         scores = scores.unflatten(1, (heads, expanded)).mean(2)
