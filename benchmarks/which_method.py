@@ -48,7 +48,8 @@ HEAD = f"""\
 # Which method for which job
 
 The best methods of each job by the published records of {MODEL}, one model of 135 million
-parameters. Other models and texts may order them differently: [check your prompts](check.md)."""
+parameters. Other models and texts may order them differently: [check your prompts](check.md). Many
+methods tie at the top of these tasks: the tables show those that cost least."""
 READING = """\
 **Budgets** are the part of the entries that is asked for. `kvzip` keeps the opening of the chat
 template in addition, and some methods a window that is larger than a small budget: compare
@@ -56,7 +57,9 @@ template in addition, and some methods a window that is larger than a small budg
 numbers found in each text of 1024 tokens; **mean** of the two. **− first**: its difference to the
 budget's first on the same samples (95 %); ≈ if the interval holds zero: the two are not told apart.
 **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
-over the full cache's. **n**: samples in noise + in the novel; means of
+over the full cache's. They are no times: [measured on a GPU](performance.md#on-a-gpu), `h2o` and
+`d2o` read a prompt more slowly than others, and `turboquant` decodes more slowly than the full
+cache. **n**: samples in noise + in the novel; means of
 other n are of other samples. Of equal means the one with fewer operations of the prefill, to two
 decimals, comes first, then the one with fewer bytes.
 [All results](results/README.md)."""
@@ -132,8 +135,15 @@ def _in_short(of: Published) -> str:
     return (
         "In short: `kvzip`; at budgets of 0.2 and more `zap`, which needs no second forward but a "
         f"`kvfold fit`{fails}; at 0.05 the first of each table; {_fewest(of)}all entries in fewer "
-        f"bits: `turboquant`; long answers: `{long_answers}`."
+        f"bits: `turboquant`; long answers: `{long_answers}`{_of_answers(of)}."
     )
+
+
+def _of_answers(of: Published) -> str:
+    """On how few answers the choice for long ones rests."""
+    first, *_ = long_page.ranked(of.answers)
+    answers = len({row.answer for row in of.answers if row.method == first})
+    return f" (by {answers} answers, which [do not tell it apart](#long-answers) from others)"
 
 
 def _fewest(of: Published) -> str:
@@ -157,6 +167,12 @@ def ranked(rows: Sequence[ReportRow]) -> list[ReportRow]:
     return sorted(rows, key=place)
 
 
+def _top(rows: Sequence[ReportRow]) -> list[ReportRow]:
+    """Rows of the highest score, as tables show it."""
+    highest = needle_rows.mean(max(rows, key=needle_rows.value))
+    return [row for row in rows if needle_rows.mean(row) == highest]
+
+
 def _methods(board: Board) -> list[ReportRow]:
     """Rows on all tasks, but for the full cache and the baselines."""
     left_out = {FULL, *BASELINES}
@@ -175,7 +191,10 @@ def _at_budgets(board: Board, of: Published, most: float = math.inf) -> Iterator
     if best:
         firsts = {budget: rows[0] for budget, rows in best.items()}
         names = {budget: needle_rows.name(row) for budget, row in firsts.items()}
+        alike = {budget: len(_top(budgets[budget])) for budget in order}
+        counts = and_list([f"{count} at {budget}" for budget, count in alike.items()])
         yield f"First of each budget: {_firsts(names)}. {_haystack(board)}"
+        yield f"Methods of the highest mean: {counts}; at most {BEST} are shown, the cheapest ones."
         columns: dict[str, needle_rows.Column] = {"budget": lambda row: row.budget or ""}
         columns["method"] = needle_rows.name
         columns |= needle_rows.haystack_columns(board)
@@ -292,7 +311,8 @@ def _zap() -> str:
     ratios = [f"{of['zap'] / of['kvzip']:.2f} at {kept:g}" for kept, of in sorted(sums.items())]
     return (
         f"`zap` needs a fitted scorer ([Fitted scorers](fit.md)). Its KL to the full cache, over "
-        f"that of `kvzip`, is {and_list(ratios[::-1])}, over {len(texts)} passages of novels."
+        f"that of `kvzip`, is {and_list(ratios[::-1])}, over {len(texts)} passages of novels, "
+        "[mostly by its window](fit.md#what-zap-reaches) of 16 tokens."
     )
 
 

@@ -126,7 +126,7 @@ def test_vllm_answers_alike(model, tokenizer, folder, text, tmp_path):
         context.save(tmp_path / f"{name}.kvfold")
         chat = context.chat()
         asked[name] = [
-            chat._question_ids(question, "", special_tokens=False)[0].tolist()
+            chat.question_ids(question, "", special_tokens=False)[0].tolist()
             for question in QUESTIONS
         ]
         expected[name] = [greedy(context, question) for question in asked[name]]

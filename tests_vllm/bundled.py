@@ -85,14 +85,14 @@ class Kvfold:
     def question(self, name: str, question: str) -> list[int]:
         """The tokens that a chat reads after the document."""
         tokens: list[int] = (
-            self.contexts[name].chat()._question_ids(question, "", special_tokens=False)[0].tolist()
+            self.contexts[name].chat().question_ids(question, "", special_tokens=False)[0].tolist()
         )
         return tokens
 
     def answer(self, name: str, question: str, new: int = NEW) -> list[int]:
         """Greedy tokens, whatever they are."""
         chat = self.contexts[name].chat()
-        asked = torch.cat([chat.ids, chat._question_ids(question, "", special_tokens=False)], 1)
+        asked = torch.cat([chat.ids, chat.question_ids(question, "", special_tokens=False)], 1)
         return self.greedy(asked, new, chat.reader)
 
     def greedy(self, ids: torch.Tensor, new: int = NEW, cache: Any = None) -> list[int]:

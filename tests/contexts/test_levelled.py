@@ -48,7 +48,7 @@ def test_a_levelled_context_is_one_compressed_with_level(model, spec) -> None:
 def test_the_distance_is_the_kl_along_the_uneven_answer(model) -> None:
     uneven = of(model, budget=36)
     levelled = uneven.levelled("votes")
-    asked = uneven.chat()._question_ids(QUESTION, "", special_tokens=False)
+    asked = uneven.chat().question_ids(QUESTION, "", special_tokens=False)
     whole, logits = torch.cat([uneven.ids, asked], 1), []
     whole = model.generate(
         whole, past_key_values=fork(uneven.cache), max_new_tokens=TOKENS, do_sample=False,

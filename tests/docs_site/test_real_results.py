@@ -192,7 +192,7 @@ def test_a_stranger_reads_what_a_fifth_of_the_cache_answers(publishing: ModuleTy
         "counts only with all digits:"
     )
     assert said[2:] == [
-        f"- **{when}**, {best} finds **91 %**; the next lower score is 31 %, of {other}; the full "
+        f"- **{when}**, {best} finds **91 %**; the best other method, {other}, 31 %; the full "
         "cache 98 % (200 samples)."
         for when, best, other in (
             (BEFORE.capitalize(), "KVzip", "SnapKV"),
@@ -217,7 +217,7 @@ def test_methods_of_the_best_score_share_the_headline(publishing: ModuleType) ->
 
     said = breakable(publishing.real_page.summary(results + tied))
 
-    assert "KVzip, D2O and zap (after a fit) find **91 %**; the next" in said
+    assert "KVzip, D2O and zap (after a fit) find **91 %**; the best other" in said
     assert "(20 to 26 % of its bytes; KVzip" in said
 
 
@@ -232,7 +232,7 @@ def test_the_next_best_is_that_of_all_methods_and_names_other_samples(
     ]
 
     said = breakable(publishing.real_page.summary(results + beside))
-    assert "the next lower score is 82.5 %, of `leverage` (40 samples); the full" in said
+    assert "the best other method, `leverage`, 82.5 % (40 samples); the full" in said
     page = publishing.real_page.page(results + beside, [])
     assert "| leverage | 82.5 | 82.5 | 82.5 |" in page and "| 20 + 20 |" in page
 
@@ -468,7 +468,7 @@ def test_a_run_is_published_while_it_goes_on(
     assert {name: score.value for name, score in scores.items()} == {
         "full": 100.0, "kvzip": 75.0, "h2o": 0.0,
     }  # fmt: skip
-    claim = "KVzip finds **75 %**; the next lower score is 0 %, of H2O; the full cache 100 %"
+    claim = "KVzip finds **75 %**; the best other method, H2O, 0 %; the full cache 100 %"
     for page in (checkout / "README.md", out / "README.md"):
         assert claim in breakable(page.read_text(encoding="utf-8"))
     assert (checkout / "README.md").read_text(encoding="utf-8").endswith("<!-- end -->\n\nmore\n")

@@ -70,14 +70,14 @@ def test_turns_that_spell_special_tokens_are_text(setting, history, monkeypatch)
     asked = tuple(replace(each, text=f"{each.text} {control} So?") for each in sample.questions)
     spelled = replace(sample, questions=asked)
     read = []
-    whole = Chat._question_ids
+    whole = Chat.question_ids
 
     def noted(chat, question, *rest):
         ids = whole(chat, question, *rest)
         read.append(ids)
         return ids
 
-    monkeypatch.setattr(Chat, "_question_ids", noted)
+    monkeypatch.setattr(Chat, "question_ids", noted)
     setting.outcome(spelled, history=history)
     number = setting.tokenizer.convert_tokens_to_ids(control)
     # The one of the chat template itself.

@@ -132,7 +132,7 @@ def asked_by_kvfold(context: kvfold.Context, *turns: str) -> list[int]:
         turns = turns[2:]
     ids = [
         *chat.ids[0].tolist(),
-        *chat._question_ids(turns[0], "", special_tokens=False)[0].tolist(),
+        *chat.question_ids(turns[0], "", special_tokens=False)[0].tolist(),
     ]
     return ids[context.ids.shape[1] :]
 
