@@ -60,6 +60,7 @@ def serve(
     with out.status("importing torch and transformers"):
         from transformers import AutoTokenizer
 
+        from kvfold.hf.identity import vocabulary
         from kvfold.serve.process import listening
         from kvfold.serve.vllm.catalog import ContextCatalog
         from kvfold.serve.vllm.compatibility import CompatibilityCheck
@@ -68,7 +69,6 @@ def serve(
         from kvfold.serve.vllm.meta_model import MetaModel
         from kvfold.serve.vllm.per_layer.sizes import Parts, block_size
         from kvfold.serve.vllm.placeholders import ServedFolder
-        from kvfold.serve.vllm.request import vocabulary
     options = None
     if method is not None:
         options = _compress_options(method, budget, level, parts is not None)

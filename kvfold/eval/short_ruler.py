@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvfold.eval.metrics.ruler import string_match_all
 from kvfold.eval.tasks import ruler_wording as wording
+from kvfold.eval.tasks.generated import number
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 
 NOISE = wording.NOISE
@@ -103,7 +104,7 @@ def _needles(
     adjectives = rng.sample(words.adjectives, n_keys)
     names = [f"{a}-{n}" for a in adjectives for n in [rng.choice(words.nouns)]]
     n_values = VALUES_PER_KEY if task == "multivalue" else 1
-    values = {name: [_number(rng, 7) for _ in range(n_values)] for name in names}
+    values = {name: [number(rng) for _ in range(n_values)] for name in names}
     # As in RULER: singular wording for one value, plural otherwise.
     several = task in ("multivalue", "multiquery")
     needles = [wording.needle("numbers", n, value) for n in names for value in values[n]]
@@ -137,7 +138,3 @@ def _variable_tracking(
     text = wording.tracking(value, len(names))
     question = NeedleQuestion(text.question, text.prefix.strip(), tuple(names))
     return text.intro, needles, (question,) * n_questions
-
-
-def _number(rng: random.Random, digits: int) -> str:
-    return str(rng.randint(10 ** (digits - 1), 10**digits - 1))

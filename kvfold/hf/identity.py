@@ -62,7 +62,7 @@ def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
         config_hash=digest(json.dumps(kept, sort_keys=True)),
         weights=checksum(model.named_parameters())
         + "".join(f"+{a}" for a in active_adapters(model)),
-        vocabulary="" if tokenizer is None else _vocabulary(tokenizer),
+        vocabulary="" if tokenizer is None else vocabulary(tokenizer),
     )
 
 
@@ -76,7 +76,8 @@ def computation(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _vocabulary(tokenizer: Any) -> str:
+def vocabulary(tokenizer: Any) -> str:
+    """The checksum of a tokenizer's vocabulary, as in `ModelHeader`."""
     return digest(json.dumps(sorted(tokenizer.get_vocab().items())))
 
 

@@ -37,12 +37,12 @@ def varlen_available(tensor: Tensor) -> bool:
     return _on_gpu_in_half(tensor) and _varlen_groups()
 
 
-def rows_path(query: Tensor, values: Tensor, *, softcap: float | None, masked: bool) -> Path:
-    """Path for `query [B, Hq, S, D]` over segments of raw entries with values `[…, Dv]`.
+def rows_path(query: Tensor, values: Tensor, *, softcap: float | None) -> Path:
+    """Path for unmasked `query [B, Hq, S, D]` over segments of raw entries with values `[…, Dv]`.
 
     Sink logits and tail entries join the result through its log-sum-exp, on any path.
     """
-    single = query.shape[2] == 1 and not masked
+    single = query.shape[2] == 1
     on_cpu = query.device.type == "cpu" and not INTERPRETED
     if on_cpu or not single or not _fits(query, values.shape[-1]):
         return "torch"
@@ -52,9 +52,9 @@ def rows_path(query: Tensor, values: Tensor, *, softcap: float | None, masked: b
     return "varlen" if softcap is None and same and varlen_available(query) else "torch"
 
 
-def packed_path(query: Tensor, *, value_size: int, masked: bool) -> Path:
-    """Path for `query [B, Hq, S, D]` over segments of packed entries."""
-    if query.shape[2] > 1 or masked or query.dtype not in KNOWN:
+def packed_path(query: Tensor, *, value_size: int) -> Path:
+    """Path for unmasked `query [B, Hq, S, D]` over segments of packed entries."""
+    if query.shape[2] > 1 or query.dtype not in KNOWN:
         return "torch"
     if triton_available(query):
         return "triton" if _fits(query, value_size) else "torch"

@@ -49,7 +49,7 @@ def attend_to_segments(
     flat = isinstance(stored.keys.encoded, Flat) and isinstance(stored.values.encoded, Flat)
     single = query.shape[2] == 1 and mask is None
     if flat and single and max(stored.keys.gaps) < stored.keys.tail.shape[2]:
-        path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
+        path = rows_path(query, stored.values.tail, softcap=softcap)
         if path != "torch" and stored.bias is None:
             return _one_step_of_rows(query, stored, path, options)
         same = query.shape[-1] == stored.values.tail.shape[-1]
@@ -61,7 +61,7 @@ def attend_to_segments(
         alone = None if packed is not None else _both_alone(stored)
         if packed is not None or alone is not None:
             size = stored.values.tail.shape[-1]
-            path = packed_path(query, value_size=size, masked=False)
+            path = packed_path(query, value_size=size)
             known = path == "triton" or (path == "native" and (not packed or reads_packed(*packed)))
             if packed is not None and known:
                 return _one_step_of_packed(query, stored, packed, path, options)

@@ -15,8 +15,8 @@ def test_paths_on_a_cpu(monkeypatch):
 
     def paths():
         return [
-            dispatch.rows_path(query, rows, softcap=None, masked=False),
-            dispatch.packed_path(query, value_size=64, masked=False),
+            dispatch.rows_path(query, rows, softcap=None),
+            dispatch.packed_path(query, value_size=64),
             dispatch.pack_path(rows, 32),
             dispatch.gather_path(query),
         ]
@@ -26,23 +26,16 @@ def test_paths_on_a_cpu(monkeypatch):
     assert paths() == ["torch"] * 4
     monkeypatch.setattr(dispatch, "library", object)
     assert paths() == ["torch", "native", "torch", "torch"]
-    for other, masked in (
-        (query.double(), False),
-        (query.expand(1, 8, 2, 64), False),
-        (query, True),
-    ):
-        assert dispatch.packed_path(other, value_size=64, masked=masked) == "torch"
+    for other in (query.double(), query.expand(1, 8, 2, 64)):
+        assert dispatch.packed_path(other, value_size=64) == "torch"
     monkeypatch.setattr(dispatch, "library", lambda: None)
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
     assert paths() == ["triton"] * 4
-    assert dispatch.rows_path(query, rows, softcap=None, masked=True) == "torch"
-    assert dispatch.rows_path(query.double(), rows, softcap=None, masked=False) == "torch"
-    assert (
-        dispatch.rows_path(query.expand(1, 8, 2, 64), rows, softcap=None, masked=False) == "torch"
-    )
+    assert dispatch.rows_path(query.double(), rows, softcap=None) == "torch"
+    assert dispatch.rows_path(query.expand(1, 8, 2, 64), rows, softcap=None) == "torch"
     wide = torch.zeros(1, 8, 1, 256)
-    assert dispatch.rows_path(wide, rows, softcap=None, masked=False) == "torch"
-    assert dispatch.rows_path(wide.half(), rows, softcap=None, masked=False) == "triton"
+    assert dispatch.rows_path(wide, rows, softcap=None) == "torch"
+    assert dispatch.rows_path(wide.half(), rows, softcap=None) == "triton"
     assert dispatch.pack_path(rows, 48) == "torch"
     options = {"softcap": None, "sink_logits": None, "masked": False, "squares": False}
     assert dispatch.columns_path(query, query, **options) == "torch"
@@ -60,14 +53,14 @@ def test_paths_on_a_gpu(monkeypatch):
             self.shape, self.dtype = shape, dtype
 
     query, rows = OnGpu(1, 8, 1, 64), OnGpu(9, 64)
-    plain = {"softcap": None, "masked": False}
-    columns = {**plain, "sink_logits": None}
+    plain = {"softcap": None}
+    columns = {**plain, "sink_logits": None, "masked": False}
     assert dispatch.rows_path(query, rows, **plain) == "triton"
     assert dispatch.columns_path(query, rows, **columns, squares=True) == "triton"
     monkeypatch.setattr(dispatch, "_installed", lambda name: False)
     assert dispatch.rows_path(query, rows, **plain) == "varlen"
     assert dispatch.rows_path(query, OnGpu(9, 32), **plain) == "torch"
-    assert dispatch.rows_path(query, rows, softcap=30.0, masked=False) == "torch"
+    assert dispatch.rows_path(query, rows, softcap=30.0) == "torch"
     single = OnGpu(1, 8, 1, 64, dtype=torch.float32)
     assert dispatch.rows_path(single, rows, **plain) == "torch"
     assert dispatch.columns_path(query, rows, **columns, squares=False) == "flash"

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.header import digest
 from kvfold.serve.vllm.placeholders import ServedContext
 
 # Key of vLLM's `kv_transfer_params` that names a context.
@@ -50,11 +46,6 @@ class ContextPrompt:
     def body(self) -> dict[str, Any]:
         """Fields of a `/v1/completions` body, except sampling parameters."""
         return {"prompt": self.token_ids, "cache_salt": self.served.salt, **self.extra_args}
-
-
-def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The checksum of a vocabulary, as in `ModelPart.vocabulary`."""
-    return digest(json.dumps(sorted(tokenizer.get_vocab().items())))
 
 
 def check_vocabulary(served: ServedContext, own: str) -> None:
