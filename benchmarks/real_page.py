@@ -54,7 +54,7 @@ READING = """\
 - **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** reads
   real_model/fitted/scorer.safetensors, one fit: [another fit](../fit.md) scores otherwise, and no
   interval covers that. Half of the passages of its fit held generated statements with numbers and
-  identifiers; [fitted without them](../fit.md#which-texts) it finds as many needles.
+  identifiers; [fitted without them](../fit.md#which-texts) it finds about as many needles.
   **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
   `streaming_llm` keeps sinks and the newest tokens."""
 ON_GPU = (
