@@ -60,11 +60,6 @@ def planned() -> list[real_page.Planned]:
     return [unit for command in commands("BOOK") for unit in of_command(command)]
 
 
-def all_methods() -> list[str]:
-    """Methods of its first command, which runs all of them, as they are written there."""
-    return listed(option(commands("BOOK")[0], "methods"))
-
-
 def commands(*paths: str) -> list[list[str]]:
     """Commands of `real_leaderboard.sh` with its arguments `paths`, each as its words."""
     own = {name: value for name, value in os.environ.items() if name not in ("STEPS", "METHODS")}
