@@ -18,6 +18,8 @@ from kvfold.methods.base import Method
 # Kept parts that are searched, from 0.05 to 0.9: more than that saves nothing worth a risk.
 PARTS = tuple(f"{number / 40:.3f}".rstrip("0") for number in range(2, 37))
 
+LEAST_SEARCHED = 2
+
 
 def halves(
     prompts: Sequence[EncodedPrompt], seed: int
@@ -42,6 +44,8 @@ def certificate(
     """
     parts: Sequence[str | None] = PARTS if method.takes_budget else (None,)
     candidates = [(str(method), part) for part in parts]
+    if why := too_little(measured, search, held_out):
+        return _made(candidates[-1], why, limits, None)
     cells: dict[MethodAtBudget, CheckCell] = {}
 
     def passes(at: MethodAtBudget) -> bool:
@@ -62,6 +66,24 @@ def certificate(
     why = too_far(confirmed, limits) or length_off(confirmed, limits)
     reason = f"on the held-out prompts, {why}" if why else ""
     return _made(at, reason, limits, cells[at], confirmed)
+
+
+def too_little(
+    measured: PromptMeasurements,
+    search: Sequence[tuple[EncodedPrompt, ...]],
+    held_out: Sequence[tuple[EncodedPrompt, ...]],
+) -> str:
+    """Reason why prompts and their answers can certify nothing, "" if they can."""
+    if sum(map(len, search)) < LEAST_SEARCHED:
+        return "one searched prompt has no interval: give at least four prompts"
+    for half in (search, held_out):
+        prompts = [prompt for batch in half for prompt in batch]
+        # The first token after a prompt compressed as a whole is the full cache's.
+        answers = zip(prompts, measured.forced(prompts), strict=True)
+        read = sum(len(of.forced or ()) - (prompt.context is None) for prompt, of in answers)
+        if read < len(prompts):
+            return f"the full cache's answers to {len(prompts)} prompts are too short to measure"
+    return ""
 
 
 def too_far(of: CheckCell, limits: CheckLimits, upper: bool = False) -> str:

@@ -21,6 +21,7 @@ from kvfold.inspect.inspected_text import text_of_tokens
 
 SYSTEM = "system"
 LEAST = 2  # tokens that are left without a span
+ELSEWHERE = "\ue000"  # a text that no template holds
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def _encode(
     spans = {}
     if prompt.system is not None:
         system = prompt.system.strip()  # as many templates do
-        spans[SYSTEM] = _tokens_of(pieces, "".join(pieces).find(system), system)
+        begin = "".join(pieces).find(system, _system_begins(tokenizer, prompt))
+        spans[SYSTEM] = _tokens_of(pieces, begin, system)
     for name, span in prompt.spans.items():
         spans[name] = _located(pieces, span, base, prompt)
         if spans[name][1] > (context or len(pieces)):
@@ -152,6 +154,13 @@ def _groups(tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt) -> tuple[li
         opening,
         segments(tokenizer, frame.separator, question, frame.after),
     ], len(frame.before)
+
+
+def _system_begins(tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt) -> int:
+    """The character at which the template puts the system message, which may repeat its words."""
+    said = [(m.role, m.content) for m in prompt.messages]
+    said[0] = said[0][0], ELSEWHERE
+    return max("".join(conversation(tokenizer, said)).find(ELSEWHERE), 0)
 
 
 def _located(

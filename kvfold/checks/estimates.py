@@ -16,6 +16,7 @@ Statistic = Callable[[NDArray[np.int64]], Array]
 RESAMPLES = 1000
 BLOCK = 50  # resamples at a time, which bounds the memory
 LIMITS = (0.025, 0.975)
+LARGEST = 300.0
 
 
 class BootstrapEstimate(BaseModel):
@@ -45,9 +46,12 @@ def mean_of(values: Sequence[Sequence[float]]) -> Statistic:
 
 
 def exp_mean_of(values: Sequence[Sequence[float]]) -> Statistic:
-    """exp of the mean over all positions: of lost log-likelihoods, the ratio of perplexities."""
+    """exp of the mean over all positions: of lost log-likelihoods, the ratio of perplexities.
+
+    Means above `LARGEST` nats count as that: their exp would be no number of JSON.
+    """
     mean = mean_of(values)
-    return lambda drawn: np.exp(mean(drawn))
+    return lambda drawn: np.exp(np.minimum(mean(drawn), LARGEST))
 
 
 def quantile_of(values: Sequence[Sequence[float]], part: float) -> Statistic:

@@ -75,7 +75,7 @@ def verdict(of: Certificate) -> str:
         return f"{of.method}: no certificate: {of.reason}"
     held = of.held_out
     assert held is not None
-    at = f" at {of.budget}" if of.budget else ""
+    at = f" at {of.budget}, {held.kept:.0%} kept" if of.budget else ""
     length = f", length {held.lengths.ratio.value:.2f}" if held.lengths else ""
     return (
         f"{of.method}: certified{at}: mean KL {held.kl.value:.3g}, 99th percentile "

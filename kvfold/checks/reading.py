@@ -116,6 +116,9 @@ class CompressedPrompts:
             cache=self.cache if self.stepwise else fork(self.cache),
             attention_mask=whole.mask,
             do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             max_new_tokens=limit - given,
             stopping_criteria=[_Finished(done.to(model.device))],
             allow_longer=True,  # lengths were checked before

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from kvfold.checks.reading import MethodAtBudget
 from kvfold.errors import KvfoldError
@@ -15,6 +15,7 @@ from kvfold.jobs.records import RecordFile
 
 RECORDS = "check.jsonl"
 FULL = "full"
+KINDS = "forced", "distances", "answer", "leaked"
 
 
 class PromptDistances(BaseModel):
@@ -66,6 +67,17 @@ class CheckRecord(BaseModel):
     answer: FreeAnswer | None = None
     leaked: dict[str, float] | None = None
 
+    @property
+    def kind(self) -> str | None:
+        """The field that holds the measurement; None for a record without one."""
+        return next((name for name in KINDS if getattr(self, name) is not None), None)
+
+    @model_validator(mode="after")
+    def _measured(self) -> CheckRecord:
+        if self.kind is None:
+            raise ValueError("it holds no measurement")
+        return self
+
 
 class _Key(NamedTuple):
     prompt: str
@@ -105,6 +117,5 @@ class CheckStore:
 
 
 def _key(record: CheckRecord) -> _Key:
-    kinds = ("forced", "distances", "answer", "leaked")
-    kind = next(name for name in kinds if getattr(record, name) is not None)
-    return _Key(record.prompt, record.method, record.budget, record.files, kind)
+    assert record.kind is not None
+    return _Key(record.prompt, record.method, record.budget, record.files, record.kind)

@@ -24,7 +24,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 
@@ -102,6 +102,7 @@ def command(
     out = out or Path(f"{'scorer' if other is None else _last_name(scorer)}.safetensors")
     check_place(out)
     check_apart([out], texts)
+    check_own(out)
     if len([path for path in texts if str(path) == "-"]) > 1:
         raise KvfoldError("standard input is read once: name one -")
     whole = [read_text(path, encoding) for path in texts]

@@ -15,6 +15,8 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_own
 from kvfold.terminal import messages, print_json
 
+PAGE, BESIDE = "index.html", ("records.csv", "report.md", "tasks.md")
+
 
 def command(
     records: Annotated[
@@ -30,7 +32,12 @@ def command(
     with screen.status("importing torch and matplotlib"):
         from kvfold.report.load import load_results
         from kvfold.report.write import write
-    check_own(out / "index.html")
+    check_own(out / PAGE)
+    theirs = next((name for name in BESIDE if (out / name).exists()), None)
+    if theirs and not (out / PAGE).exists():
+        raise KvfoldError(
+            f"{out / theirs} is there without a report's {PAGE}: choose another --out"
+        )
     results = load_results(records)
     with screen.status(f"drawing {len(results):,} records"):
         try:

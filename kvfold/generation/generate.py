@@ -18,6 +18,7 @@ from kvfold.generation.inputs import (
     check_given,
     check_pieces,
     check_read_ahead,
+    check_settings,
     check_windows,
     later_features,
     leading_padding,
@@ -100,6 +101,8 @@ def generate(
     if per_chunk:
         check_per_chunk(cache.method, prefill_chunk)
     assisted = any(options.get(name) for name in ASSISTED)
+    settings = settings_of(model, options)
+    check_settings(settings, options)
     if compile and assisted:
         raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
     if compile:
@@ -108,7 +111,6 @@ def generate(
     check_windows(resumed, attention_mask)
     if assisted:
         return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
-    settings = settings_of(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     new = _new_tokens(settings, input_ids.shape[1])
     stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)

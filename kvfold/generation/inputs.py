@@ -15,11 +15,14 @@ from transformers import GenerationConfig
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import padding_rules
 from kvfold.errors import KvfoldError
+from kvfold.generation.assisted import ASSISTED
 from kvfold.generation.resume import Resumption
 from kvfold.hf import rope_deltas
 from kvfold.hf.adapters import unwrapped
 from kvfold.methods.base import Method
 
+# Caches that a generation configuration may ask for, and transformers then makes none of.
+IGNORED_CACHES = (None, "hybrid")
 # Options of `kvfold.generate` for which it reads the prompt by its ids.
 BY_IDS = ("prefill_chunk", "compress", "compile", "reuse")
 
@@ -145,6 +148,25 @@ def check_windows(resumed: Resumption, mask: Tensor) -> None:
     """Raises KvfoldError for padding between tokens, `mask [B, N]`, where layers count it."""
     new = mask.shape[1] - resumed.seen
     padding_rules(resumed.cache, new).check_windows(mask.bool())
+
+
+def check_settings(settings: Any, options: dict[str, Any]) -> None:
+    """Raises KvfoldError for what the call's generation `settings` ask for, and a cache cannot do.
+
+    Assisted decoding is one of these unless the call's own `options` say so, as it wants one row.
+    """
+    cache, stop = settings.cache_implementation, settings.stop_strings
+    given = {name: getattr(settings, name, None) for name in ASSISTED if not options.get(name)}
+    if cache not in IGNORED_CACHES:
+        given["cache_implementation"] = cache
+    if stop is not None and options.get("tokenizer") is None:
+        given["stop_strings (without tokenizer=)"] = stop
+    found = [f"{name}={value!r}" for name, value in given.items() if value]
+    if found:
+        raise KvfoldError(
+            f"the generation configuration sets {', '.join(found)}, which kvfold.generate does not "
+            "follow: set it to None there (model.generation_config)"
+        )
 
 
 def check_pieces(method: Method, chunk: int, tokens: int) -> None:

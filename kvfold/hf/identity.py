@@ -76,6 +76,16 @@ def computation(config: Any) -> dict[str, Any]:
     return settings
 
 
+def answering(model: PreTrainedModel, tokenizer: Any) -> str:
+    """Digest of what changes answers beside `model_header`: RoPE, generation settings, template."""
+    config = text_config(model).to_dict()
+    rope = {name: value for name, value in config.items() if name.startswith("rope")}
+    settings = model.generation_config.to_dict() if model.can_generate() else {}
+    settings.pop("transformers_version", None)
+    template = getattr(tokenizer, "chat_template", None)
+    return digest(json.dumps([rope, settings, template], sort_keys=True, default=str))
+
+
 def vocabulary(tokenizer: Any) -> str:
     """The checksum of a tokenizer's vocabulary, as in `ModelHeader`."""
     return digest(json.dumps(sorted(tokenizer.get_vocab().items())))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kvfold.errors import KvfoldError
 
+BEGINNING = 1 << 20  # bytes in which a file of kvfold says so
+
 
 def check_apart(
     made: Iterable[Path], read: Iterable[str | Path | None], *, remedy: str = "choose another --out"
@@ -25,8 +27,13 @@ def check_apart(
 def check_own(*paths: Path) -> None:
     """Raises KvfoldError for a file that kvfold has not made, and would write over."""
     for path in paths:
-        if path.is_file() and b"kvfold" not in path.read_bytes():
-            raise KvfoldError(f"{path} is not of kvfold: choose another folder with --out")
+        if path.is_file() and b"kvfold" not in _beginning(path):
+            raise KvfoldError(f"{path} is not of kvfold: choose another --out")
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(BEGINNING)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import kvfold
@@ -101,3 +103,15 @@ def test_limits_are_those_of_the_certificate(measured, encoded) -> None:
     for ratio, off in ((0.79, True), (0.8, False), (1.25, False), (1.26, True)):
         answers = AnswerLengths(prompts=3, ratio=estimate(ratio), at_limit=0, at_limit_full=0)
         assert bool(length_off(fine.model_copy(update={"lengths": answers}), limits)) == off
+
+
+def test_prompts_and_answers_that_measure_nothing_certify_nothing(measured, encoded) -> None:
+    limits = CheckLimits(mean_kl=1e9, p99_kl=1e9, shortest=0, longest=1e9)
+    (search, held_out), method = halves(encoded, seed=0), kvfold.parse("full")
+    few = certificate(measured, [search[:1]], [held_out], method, limits)
+    assert not few.certified and "one searched prompt has no interval" in few.reason
+    whole = [replace(one, context=None) for one in encoded]
+    ended = PromptMeasurements(build("llama"), None, CheckStore("ended", None), 1, 24)
+    short = certificate(ended, [whole[:3]], [whole[3:]], method, limits)
+    assert not short.certified and "too short to measure" in short.reason
+    assert certificate(measured, [whole[:3]], [whole[3:]], method, limits).certified

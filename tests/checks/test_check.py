@@ -175,3 +175,41 @@ def test_a_prompt_counts_once_whatever_is_named_in_it() -> None:
     rows = [{"prompt": one}, {"prompt": one + " ", "spans": {"first": [0, 5]}}, {"prompt": other}]
     found = check(pair, rows, "knorm", 0.5)
     assert found.prompts == 2 and "first" in found.cells[0].spans
+
+
+def test_what_changes_answers_is_measured_anew(tmp_path: Path) -> None:
+    """A folder holds measurements of one RoPE, one set of end tokens, one template."""
+    prompts = texts(4)
+    tokenizer = word_tokenizer()
+    runs = set()
+    for theta, end in ((1e4, None), (50.0, None), (1e4, 3)):
+        model = build("llama", vocab_size=12, rope_parameters=rope(theta))
+        model.generation_config.eos_token_id = end
+        runs.add(check((model, tokenizer), prompts, "knorm", 0.5, out=tmp_path).run)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    runs.add(check((model, tokenizer), prompts, "knorm", 0.5, out=tmp_path).run)
+    assert len(runs) == 4
+
+
+def rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}],
+)
+def test_answers_are_greedy_whatever_the_model_s_settings_say(settings: dict[str, Any]) -> None:
+    model, tokenizer = build("llama", vocab_size=12), word_tokenizer()
+    plain = check((model, tokenizer), texts(4), "knorm", 0.5).cells
+    for name, value in (settings | {"return_dict_in_generate": True}).items():
+        setattr(model.generation_config, name, value)
+    assert check((model, tokenizer), texts(4), "knorm", 0.5).cells == plain
+
+
+def test_a_ratio_of_perplexities_beyond_all_numbers_is_read_again() -> None:
+    model = build("llama", vocab_size=12)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e6)
+    found = check((model, word_tokenizer()), texts(4), "random", 0.2)
+    assert kvfold.CheckResult.model_validate_json(found.model_dump_json()) == found

@@ -128,3 +128,13 @@ def test_a_system_message_of_white_space_says_nothing(tokenizer) -> None:
     messages = [{"role": "system", "content": "  "}, {"role": "user", "content": "Hello"}]
     prompt = CheckPrompt.model_validate({"messages": messages})
     assert prompt.system is None and encode(tokenizer, prompt, False, 0).spans == {}
+
+
+def test_a_system_message_that_repeats_a_word_of_the_template_is_found_behind_it(tokenizer) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}the sky {{ m.content }} {% endfor %}"
+    messages = [{"role": "system", "content": "sky"}, {"role": "user", "content": "Hello"}]
+    prompt = CheckPrompt.model_validate({"messages": messages})
+    start, _ = encode(tokenizer, prompt, False, 0).spans["system"]
+    before = tokenizer("the sky ", add_special_tokens=False)["input_ids"]
+    assert start >= len(before) - 1 and start > 1

@@ -52,5 +52,7 @@ def test_the_headline_follows_from_the_certificates(certified: int, said: str) -
 
 def test_verdicts_are_one_line() -> None:
     good, bad = certificate("a", True), certificate("b", False)
-    assert verdict(good).startswith("a: certified at 0.35: mean KL 0.03, 99th percentile 0.6")
+    assert verdict(good).startswith(
+        "a: certified at 0.35, 35% kept: mean KL 0.03, 99th percentile 0.6"
+    )
     assert verdict(bad) == f"b: no certificate: {bad.reason}"

@@ -138,6 +138,13 @@ def test_what_cannot_be_fitted_is_refused(book, options, reason):
     assert reason in refused("fit", "bundled", str(book), *options)
 
 
+def test_a_file_that_is_no_fit_is_not_overwritten(book, tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    said = refused("fit", "bundled", str(book), "--out", str(weights))
+    assert "is not of kvfold" in said and weights.read_bytes() == b"weights"
+
+
 def test_a_text_is_not_overwritten(book):
     """Refused before a model is loaded."""
     said = refused("fit", "no-such-model", "README.md", str(book), "--out", str(book))

@@ -14,6 +14,7 @@ from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.board import boards
 from kvfold.report.tables import markdown
 from kvfold.report.write import write
+from tests.helpers.commands import refused
 from tests.helpers.reports import _write, board, known, made
 
 
@@ -66,3 +67,14 @@ def test_little_is_reported_too(tmp_path: Path, results: list[CellResult]) -> No
     written = write(results, tmp_path)
     assert written.paths[0].exists()
     assert markdown(boards(results)).startswith("# Results")
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.md").write_text("mine")
+    said = refused(
+        "report", str(_write(tmp_path / "run" / "records.jsonl", [made()])), "-o", str(out)
+    )
+    assert "report.md is there without" in said
+    assert (out / "report.md").read_text() == "mine"

@@ -156,3 +156,21 @@ def test_positions_that_would_be_left_out_are_refused(model):
             prefill_chunk=16,
             **GREEDY,
         )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static"},
+        {"stop_strings": ["the"]},
+    ],
+)
+def test_settings_of_the_model_that_a_cache_cannot_follow_are_refused(settings):
+    model, ids = build("llama"), prompts((40,))[0]
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    cache = kvfold.CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(KvfoldError, match=rf"{next(iter(settings))}.*model\.generation_config"):
+        kvfold.generate(model, ids, cache=cache, max_new_tokens=3)
+    assert cache.get_seq_length() == 0

@@ -10,14 +10,17 @@ from transformers import PreTrainedModel
 
 from kvfold.budget import Budget
 from kvfold.hf.attention import attention_name
-from kvfold.hf.identity import model_header
+from kvfold.hf.identity import answering, model_header
 
 # Baselines that are evaluated with every method.
 RANDOM, SINKS_AND_RECENT, TRUNCATED, FULL = "random", "streaming_llm", "cut", "full"
 
 
 class EvaluatedModel(BaseModel):
-    """The evaluated model; `config`, `weights` and `vocabulary` are hashes."""
+    """The evaluated model; `config`, `weights` and `vocabulary` are hashes.
+
+    `answering` is one of RoPE, generation settings and chat template; "" in older records.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -27,6 +30,7 @@ class EvaluatedModel(BaseModel):
     vocabulary: str
     dtype: str
     attention: str
+    answering: str = ""
 
     @classmethod
     def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> EvaluatedModel:
@@ -39,6 +43,7 @@ class EvaluatedModel(BaseModel):
             vocabulary=part.vocabulary,
             dtype=str(model.dtype).removeprefix("torch."),
             attention=attention_name(model),
+            answering=answering(model, tokenizer),
         )
 
 

@@ -15,7 +15,7 @@ from kvfold.eval.run.plan import EvalPlan
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, Task, UnreadableSample, tasks
 from kvfold.jobs.executor import RunJobs
-from kvfold.jobs.outputs import check_apart
+from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.jobs.records import RecordFile
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
@@ -27,10 +27,14 @@ def samples_file(folder: Path) -> RecordFile[SampleResult]:
 
 
 def check_unread(folder: Path, request: SampleRequest) -> None:
-    """Raises KvfoldError if a run in `folder` would write to a file that the request reads."""
+    """Raises KvfoldError if a run in `folder` would write to a file that the request reads.
+
+    As for records of another program, which it would replace.
+    """
     check_apart(
         [folder / SAMPLES, folder / RECORDS], [request.data, request.haystack, request.shots]
     )
+    check_own(folder / RECORDS)
 
 
 def run_missing(

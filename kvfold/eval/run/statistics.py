@@ -22,6 +22,7 @@ from kvfold.eval.run.intervals import (
 from kvfold.eval.run.sample_result import SampleOutcome, SampleResult
 
 PERPLEXITY = "perplexity"
+LARGEST = 300.0  # nats: squares of their exp are still finite
 # Properties in a sample's metadata by which scores are broken down.
 BREAKDOWN = ("depth", "bucket", "length", "difficulty", "category", "subject", "level", "metric")
 
@@ -85,6 +86,11 @@ def shares(of: Estimate) -> Moments:
     return Moments(np.array(of.value / 100), variance, of.count, max(round(of.count), 1))
 
 
+def perplexity(loss: Array) -> float:
+    """exp of a mean loss in nats, of at most `LARGEST`: larger ones are written alike."""
+    return math.exp(min(float(loss), LARGEST))
+
+
 def estimate(outcomes: Sequence[SampleOutcome], metric: str) -> Estimate:
     """Weighted mean of a metric over samples, in percent, or a perplexity.
 
@@ -93,10 +99,10 @@ def estimate(outcomes: Sequence[SampleOutcome], metric: str) -> Estimate:
     of = moments(*_values(outcomes, metric))
     if metric != PERPLEXITY:
         return percent(of)
-    value = math.exp(of.mean)
+    value = perplexity(of.mean)
     if of.samples < 2:
         return Estimate(value=value, error=None, low=None, high=None, count=of.size)
-    _, low, high = (math.exp(each) for each in student(of))
+    _, low, high = map(perplexity, student(of))
     # Delta method: standard error of exp(mean).
     error = value * math.sqrt(of.variance)
     return Estimate(value=value, error=error, low=low, high=high, count=of.size)
@@ -139,7 +145,7 @@ def of_perplexities(ours: Array, base: Array, weights: Array) -> PairedDifferenc
 
     The interval is the delta method's: to first order in each sample's contributions.
     """
-    one, other = (math.exp(moments(nll, weights).mean) for nll in (ours, base))
+    one, other = (perplexity(moments(nll, weights).mean) for nll in (ours, base))
     value, samples = one - other, len(weights)
     if samples < 2:
         return PairedDifference(value=value, low=None, high=None, samples=samples)

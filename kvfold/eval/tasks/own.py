@@ -35,7 +35,7 @@ def _convert(row: _OwnRow) -> TaskSample:
     if row.metric not in NAMED:
         raise ValueError(f"field 'metric': {row.metric!r} is none of {', '.join(NAMED)}")
     answers = row.answers or [row.answer or ""]
-    if not all(answers):
+    if not all(answer.strip() for answer in answers):
         raise ValueError("field 'answers': one is empty")
     question = Question(
         f"\n\n{row.question}",

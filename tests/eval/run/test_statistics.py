@@ -139,3 +139,8 @@ def test_scores_are_broken_down_by_depth_and_by_turn():
     assert found["turn"]["1"].error == pytest.approx(100 * statistics.stdev(firsts) / math.sqrt(5))
     alike = lines(cell(), [outcome(1), outcome(0)], depth=[0, 0])
     assert breakdown(alike, "m") == {}
+
+
+def test_a_perplexity_beyond_all_numbers_is_a_number():
+    found = estimate([text(900.0, 1), text(800.0, 1)], PERPLEXITY)
+    assert found.high == found.value > 1e100 and math.isfinite(found.error)
