@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -92,6 +92,21 @@ class RoundRecord(BenchRecord):
 
     cell: BenchCell
     measured: Measurement
+
+
+def check_shape(
+    records: Iterable[RoundRecord], cells: Container[BenchCell], shape: ModelShape, path: Path
+) -> None:
+    """Raises KvfoldError if the file at `path` has records of `cells` of a model of another shape.
+
+    A folder may hold another model under the same name than before.
+    """
+    for record in records:
+        if record.cell in cells and record.shape != shape:
+            raise KvfoldError(
+                f"{path} was recorded of another model of the name {record.cell.name}: choose "
+                "another --out"
+            )
 
 
 def check_setup(

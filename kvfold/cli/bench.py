@@ -195,12 +195,13 @@ def _measure(
 ) -> None:
     """Runs and stores the rounds that the file does not hold yet."""
     from kvfold.bench.participants import AGAIN, ParticipantLabel
-    from kvfold.bench.record import check_setup
+    from kvfold.bench.record import check_setup, check_shape
     from kvfold.bench.session import missing_rounds
     from kvfold.cli.records import loaded
 
     records = loaded(screen, store)
     check_setup(records, session.setups, store.path)
+    check_shape(records, work, session.shape, store.path)
     noise = ParticipantLabel("baseline", AGAIN)
     missing = {
         cell: missing_rounds(records, cell, [noise, *makers], repeats)

@@ -9,7 +9,7 @@ import pytest
 
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import AGAIN, ParticipantLabel
-from kvfold.bench.record import RoundRecord, check_setup
+from kvfold.bench.record import RoundRecord, check_setup, check_shape
 from kvfold.errors import KvfoldError
 from kvfold.jobs.records import RecordFile
 from tests.helpers.benchmarks import SETUP, cell_of, record
@@ -51,3 +51,15 @@ def test_records_of_another_machine_are_refused(subject: BenchModel, tmp_path: P
         check_setup([theirs], {"kvfold": SETUP}, tmp_path)
     assert "threads is 1, there 2" in str(refusal.value)
     assert "torch is 2, there 1" in str(refusal.value)
+
+
+def test_records_of_another_model_of_the_name_are_refused(
+    subject: BenchModel, tmp_path: Path
+) -> None:
+    cell = cell_of(subject)
+    ours = record(SNAPKV, cell=cell, subject=subject)
+    larger = ours.model_copy(update={"shape": ours.shape.model_copy(update={"layers": 99})})
+    check_shape([ours], [cell], subject.shape, tmp_path)
+    check_shape([larger], [], subject.shape, tmp_path)
+    with pytest.raises(KvfoldError, match="recorded of another model of the name"):
+        check_shape([ours, larger], [cell], subject.shape, tmp_path)
