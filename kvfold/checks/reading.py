@@ -18,7 +18,7 @@ from kvfold.cache.copy_to_budget import observing_alike, reads_for
 from kvfold.cache.fork import fork
 from kvfold.checks.batches import PaddedIds
 from kvfold.checks.encoded import EncodedPrompt
-from kvfold.contexts.answer import end_tokens
+from kvfold.contexts.answer import GREEDY, end_tokens
 from kvfold.eval.run.shared_reading import reads_for_others
 from kvfold.generation.generate import generate, read_on, read_turn
 from kvfold.hf.models import read_logits
@@ -115,13 +115,10 @@ class CompressedPrompts:
             whole.ids,
             cache=self.cache if self.stepwise else fork(self.cache),
             attention_mask=whole.mask,
-            do_sample=False,
-            num_beams=1,
-            num_return_sequences=1,
-            return_dict_in_generate=False,
             max_new_tokens=limit - given,
             stopping_criteria=[_Finished(done.to(model.device))],
             allow_longer=True,  # lengths were checked before
+            **GREEDY,
             **pad,
         )
         new = out[:, whole.ids.shape[1] :].tolist()

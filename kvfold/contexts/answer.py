@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError
 from kvfold.generation.generate import generate
 
 # Decoders write this for a character some of whose bytes are in tokens still to come.
@@ -36,6 +37,15 @@ class Reply:
     text: str
     tokens: int
     ended: Ended
+
+
+# Options of `generate` for one greedy answer, whatever a model's generation settings say.
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+}
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
@@ -72,6 +82,17 @@ def generate_answer(
     )
     tokens: list[int] = out[0, asked.shape[1] :].tolist()
     return tokens
+
+
+class NumbersOnly:
+    """A logits processor that changes nothing; raises KvfoldError if no row's are numbers."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any(-1).all()):
+            raise KvfoldError(
+                "the model's predictions are no numbers: load it in bfloat16 or float32"
+            )
+        return scores
 
 
 class AnswerStream:

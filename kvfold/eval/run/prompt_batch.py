@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvfold.bench.cost import Cost, ForwardCost
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
+from kvfold.contexts.answer import GREEDY, AnswerStream, NumbersOnly, Reply, end_tokens
 from kvfold.contexts.chat import discard
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.tasks import Question
@@ -171,9 +171,10 @@ def _generate(
         batch.ids,
         cache=cache,
         attention_mask=batch.mask,
-        do_sample=False,
         max_new_tokens=new,
         stopping_criteria=criteria,
+        logits_processor=[NumbersOnly()],
+        **GREEDY,
         **options,
     )
     return ids

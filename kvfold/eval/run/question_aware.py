@@ -15,7 +15,14 @@ from transformers import PreTrainedModel
 from kvfold.bench.clock import synchronize
 from kvfold.bench.cost import Cost, ForwardCost
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, without_end
+from kvfold.contexts.answer import (
+    GREEDY,
+    AnswerStream,
+    NumbersOnly,
+    Reply,
+    end_tokens,
+    without_end,
+)
 from kvfold.contexts.chat import discard
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
@@ -189,9 +196,10 @@ def _answer(
             ids.to(device),
             cache=cache,
             attention_mask=torch.ones_like(ids).to(device),
-            do_sample=False,
             max_new_tokens=limit,
             stopping_criteria=[text, prefill, step],
+            logits_processor=[NumbersOnly()],
+            **GREEDY,
             **prompt.options(ends),
         )
     tokens = out[0, length:].tolist()

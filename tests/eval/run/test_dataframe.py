@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas
 import pytest
+import torch
 
 import kvfold
 from kvfold.errors import KvfoldError
@@ -50,6 +51,20 @@ def test_records_from_python_are_rows_of_a_table(setting, tmp_path):
     )  # fmt: skip
     assert (tmp_path / "out" / "samples.jsonl").read_bytes() == before
     assert all(record in found for record in again) and len(again) == 5
+
+
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_predictions_that_are_no_numbers_are_errors_and_no_wrong_answers(
+    setting, tmp_path, question_aware
+):
+    model = copy.deepcopy(setting.model)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(KvfoldError, match=r"no sample has an answer: .*are no numbers"):
+        kvfold.evaluate(
+            model, setting.tokenizer, "jsonl", "full",
+            data=own_questions(tmp_path / "own.jsonl"), question_aware=question_aware,
+        )  # fmt: skip
 
 
 def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_path):
