@@ -19,7 +19,7 @@ RANDOM, SINKS_AND_RECENT, TRUNCATED, FULL = "random", "streaming_llm", "cut", "f
 class EvaluatedModel(BaseModel):
     """The evaluated model; `config`, `weights` and `vocabulary` are hashes.
 
-    `answering` is one of RoPE, generation settings and chat template; "" in older records.
+    `answering` is one of RoPE, generation settings and chat template; None in older records.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -30,7 +30,7 @@ class EvaluatedModel(BaseModel):
     vocabulary: str
     dtype: str
     attention: str
-    answering: str = ""
+    answering: str | None = None
 
     @classmethod
     def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> EvaluatedModel:
