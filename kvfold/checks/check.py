@@ -222,7 +222,7 @@ def several(given: Sequence[object]) -> None:
     if len(given) < 2:
         raise KvfoldError(
             "there is one prompt only: a certificate is searched on one half of the prompts and "
-            "confirmed on the other, so give at least two, better twenty"
+            "confirmed on the other, so give at least four, better twenty"
         )
 
 

@@ -9,6 +9,8 @@ from kvfold.checks.page import verdict as verdict
 from kvfold.checks.result import CheckResult
 from kvfold.cli.console import table
 
+NEGLIGIBLE = 1e-5  # nats, far below any limit
+
 
 def cells_table(result: CheckResult) -> Table:
     """A row per method and budget: distance to the full cache, and answer lengths."""
@@ -24,18 +26,23 @@ def cells_table(result: CheckResult) -> Table:
             cell.method,
             cell.budget or "",
             f"{cell.kept:.1%}",
-            f"{cell.kl.value:.2g}" + (" =" if cell.equal else ""),
-            f"{cell.kl.low:.2g}–{cell.kl.high:.2g}",
-            f"{cell.kl_p99.value:.2g}",
+            _nats(cell.kl.value) + (" =" if cell.equal else ""),
+            f"{_nats(cell.kl.low)}–{_nats(cell.kl.high)}",
+            _nats(cell.kl_p99.value),
             f"{cell.agreement.value:.1%}",
             "" if answers is None else f"{answers.ratio.value:.2f}",
         )
     shown.caption = (
-        "KL: mean, in nats; = is within the noise; agree: same likeliest token; length: of answers "
-        "over the full cache's"
+        f"KL: mean, in nats, ≈0 below {NEGLIGIBLE:g}; = is within the noise; agree: same likeliest "
+        "token; length: of answers over the full cache's"
     )
     shown.caption_justify = "left"
     return shown
+
+
+def _nats(kl: float) -> str:
+    """A KL in a narrow column; check.json has all digits."""
+    return "≈0" if 0 < kl < NEGLIGIBLE else f"{kl:.2g}"
 
 
 def spans_table(result: CheckResult) -> Table:

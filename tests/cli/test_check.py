@@ -25,7 +25,7 @@ def row(seed: int) -> dict[str, Any]:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row(seed)) + "\n" for seed in range(2)))
+    path.write_text("".join(json.dumps(row(seed)) + "\n" for seed in range(4)))
     return path
 
 
@@ -39,7 +39,7 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
     table = good.stdout.splitlines()[:6]
     assert max(map(len, table)) <= 80 and "kivi:bits=8" in table[5], table
     result = kvfold.CheckResult.model_validate_json((out / "check.json").read_text())
-    assert result.certified and result.prompts == 2
+    assert result.certified and result.prompts == 4
     page = (out / "index.html").read_text()
     assert "<script" not in page and "<b>start" not in page and "&lt;b&gt;start" in page
     assert result.digest in page and result.certificates[0].digest in page
