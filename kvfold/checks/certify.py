@@ -77,12 +77,11 @@ def too_little(
     if sum(map(len, search)) < LEAST_SEARCHED:
         return "one searched prompt has no interval: give at least four prompts"
     for half in (search, held_out):
-        prompts = [prompt for batch in half for prompt in batch]
+        pairs = [pair for batch in half for pair in zip(batch, measured.forced(batch), strict=True)]
         # The first token after a prompt compressed as a whole is the full cache's.
-        answers = zip(prompts, measured.forced(prompts), strict=True)
-        read = sum(len(of.forced or ()) - (prompt.context is None) for prompt, of in answers)
-        if read < len(prompts):
-            return f"the full cache's answers to {len(prompts)} prompts are too short to measure"
+        read = sum(len(of.forced or ()) - (prompt.context is None) for prompt, of in pairs)
+        if read < len(pairs):
+            return f"the full cache's answers to {len(pairs)} prompts are too short to measure"
     return ""
 
 

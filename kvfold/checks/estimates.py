@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from kvfold.eval.run.statistics import LARGEST
+
 Array = NDArray[np.float64]
 # Prompts `[R, n]` by index, R resamples → statistic `[R]`
 Statistic = Callable[[NDArray[np.int64]], Array]
@@ -16,7 +18,6 @@ Statistic = Callable[[NDArray[np.int64]], Array]
 RESAMPLES = 1000
 BLOCK = 50  # resamples at a time, which bounds the memory
 LIMITS = (0.025, 0.975)
-LARGEST = 300.0
 
 
 class BootstrapEstimate(BaseModel):
