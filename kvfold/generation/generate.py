@@ -110,7 +110,7 @@ def generate(
     resumed = resumption(cache, input_ids, attention_mask, reuse)
     check_windows(resumed, attention_mask)
     if assisted:
-        return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
+        return _assisted(model, input_ids, resumed, attention_mask, chunk, settings, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     new = _new_tokens(settings, input_ids.shape[1])
     stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
@@ -323,12 +323,12 @@ def _assisted(
     resumed: Resumption,
     mask: Tensor,
     chunk: int,
+    settings: Any,
     options: dict[str, Any],
 ) -> Any:
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
     cache, last = resumed.cache, input_ids.shape[1] - 1
     check_assisted()
-    settings = settings_of(model, options)
     check_assistable(cache, settings)
     if restarts(model):
         raise KvfoldError(
