@@ -84,11 +84,12 @@ def harder(docs: str) -> str:
     same, asked = sum(row.right for row in own), sum(row.asked for row in own)
     novels = len({row.text for row in own})
     return (
-        f"That is one number in a text. Of three numbers in each passage of {novels} novels, KVzip "
-        f"at a fifth answers {same} of {asked} as the full cache does ([how small a cache can "
-        f"get]({docs}how-far-down.md)). It takes about twice the operations until the first token "
-        f"([which method for which job]({docs}which-method.md)). [`kvfold check`]({docs}check.md) "
-        "measures your own model and prompts."
+        "That is one number in a text. With three numbers in each passage of "
+        f"{novels} novels, KVzip at a fifth gives the full cache's answer to {same} of {asked} "
+        f"questions ([how small a cache can get]({docs}how-far-down.md)). KVzip takes about twice "
+        "the operations until the first token ([which method for which "
+        f"job]({docs}which-method.md)). [`kvfold check`]({docs}check.md) measures your own model "
+        "and prompts."
     )
 
 
