@@ -55,8 +55,8 @@ means over the tasks.
 The prompts of each task are split into random halves. On one half the smallest budget is searched
 whose KL is within the limits, and is confirmed on the other, as `kvfold check` does, of the budgets
 of the leaderboard. A certificate **holds** if the confirming half loses at most 2 points: one answer
-is 5 points of a half of 20 and 10 of a half of 10, so none may be lost. All splits are of the same few
-prompts: **always hold** counts the methods of which every certificate holds.
+is 5 points or more of a half, so none may be lost. All splits are of the same few prompts: **always
+hold** counts the methods of which every certificate holds.
 
 | task | tokens | compressed | half | methods certified in any split | always hold | method × split | hold | largest loss |
 | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |
