@@ -36,6 +36,7 @@ from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import (
@@ -74,6 +75,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     Processes that share a model do the same at the same time, see `cache/tensor_parallel.py`.
     """
 
+    @checked_arguments
     def __init__(
         self,
         model: PreTrainedModel,

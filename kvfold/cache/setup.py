@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -50,14 +49,12 @@ class Shared:
 
 
 def check_model(model: Any) -> None:
-    """Raises UnsupportedModel for a wrapper of torch.compile, and for what is no model."""
+    """Raises UnsupportedModel for a wrapper of torch.compile."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModel(
             "torch.compile(model) returns a wrapper, which cannot generate: give the model itself, "
             "and compile it in place with model.compile()"
         )
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"a cache is made for a transformers model, not for {model!r}")
 
 
 def checked_seed(seed: Any) -> int:

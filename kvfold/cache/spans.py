@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
+from kvfold.hf.arguments import checked_arguments
 
 Span = tuple[int, int]
 
@@ -18,6 +19,7 @@ Span = tuple[int, int]
 _INCOMPLETE = "\ufffd"
 
 
+@checked_arguments
 def span(
     tokenizer: Any,
     text: str,

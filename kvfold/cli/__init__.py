@@ -37,6 +37,16 @@ LESS_MEMORY = (
     "give less text, or where the command has them --prefill-chunk 2048, --dtype bfloat16, "
     "--device-map auto over several GPUs, or --device cpu"
 )
+BUDGETS, METHODS = ("--budget", "--budgets"), ("--method", "--methods")
+# Options of kvfold by the names that other libraries have for them, and how they are given.
+OTHER_NAMES = dict.fromkeys(("--ratio", "--compression-ratio", "--compression_ratio"), BUDGETS)
+OTHER_NAMES["--press"] = METHODS
+ADVICE = {
+    "--budget": "budget is the part kept, --budget 0.6",
+    "--budgets": "budgets are the parts kept, --budgets 0.6",
+    "--method": "the method has a name, --method snapkv",
+    "--methods": "methods have names, --methods snapkv",
+}
 
 
 class Commands(TyperGroup):
@@ -60,6 +70,22 @@ class Commands(TyperGroup):
                     raise
                 errors().print(Text(f"error: out of memory: {problem}; {LESS_MEMORY}", style="red"))
                 raise typer.Exit(2) from None
+            except Exception as problem:
+                if (told := _ours(problem)) is None:
+                    raise
+                errors().print(Text(f"error: {told}", style="red"))
+                raise typer.Exit(2) from None
+
+
+def _ours(problem: Exception) -> str | None:
+    """The error's text, with kvfold's name of an option that other libraries name otherwise."""
+    # By name: typer has had click's class, and one of its own.
+    if type(problem).__name__ != "NoSuchOption":
+        return None
+    unknown: Any = problem
+    known = {each for option in unknown.ctx.command.params for each in option.opts}
+    found = [each for each in OTHER_NAMES.get(unknown.option_name, ()) if each in known]
+    return f"there is no {unknown.option_name}: {ADVICE[found[0]]}" if found else None
 
 
 def _one_line(message: Warning | str, *about: Any, **options: Any) -> None:

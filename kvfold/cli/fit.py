@@ -84,13 +84,14 @@ def command(
         from kvfold.fit.kinds import other_fit
         from kvfold.fit.passages import drawn, too_short, without_passage
         from kvfold.fit.target import target_method
+        from kvfold.methods.registry import with_known_names
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]
     if codec not in (None, "kvtc"):
         raise KvfoldError(f"kvtc is the codec that is fitted, not {codec}")
     if codec is not None:
         refuse_given(ctx, ["scorer"], "--codec fits a codec and no scorer")
-    scorer = codec or scorer
+    scorer = codec or with_known_names(scorer)
     other = other_fit(scorer)
     if other is not None:
         if resume:

@@ -26,11 +26,12 @@ def command(
     """List every method with its stages, paper and defaults."""
     import kvfold
     from kvfold.methods.base import parse
-    from kvfold.methods.registry import preset
+    from kvfold.methods.registry import preset, with_known_names
 
     if name is not None:
         if "+" in name:
             raise KvfoldError(f"{name} is several methods: name one of them")
+        name = with_known_names(name)
         shown_method = parse(name) if ":" in name else preset(name)
         print_json(_as_json(name, shown_method)) if as_json else _show(shown_method)
         return

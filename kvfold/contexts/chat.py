@@ -20,6 +20,7 @@ from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_ans
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import settings_of
 from kvfold.generation.length import check_length
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
 
@@ -88,6 +89,7 @@ class Chat:
             **options,
         ).text.strip()
 
+    @checked_arguments
     def reply(
         self,
         question: str,
@@ -124,6 +126,7 @@ class Chat:
         self.ids = torch.cat([self.ids, asked, said.to(self.ids.device)], 1)
         self._before_turns.append(before)
 
+    @checked_arguments
     def stream(
         self,
         question: str,

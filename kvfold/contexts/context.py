@@ -33,6 +33,7 @@ from kvfold.generation.generate import (
 )
 from kvfold.generation.length import check_length, reach
 from kvfold.generation.pieces import piece_of
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse
@@ -82,6 +83,7 @@ class Context:
         """Iterator over the answer in pieces; `options` as for `Chat.stream`."""
         return self.chat().stream(question, **options, keep=False)
 
+    @checked_arguments
     def chat(self, budget: Budget | float | str | None = None) -> Chat:
         """A chat over this context, in which each turn reads the ones before it.
 
@@ -93,6 +95,7 @@ class Context:
         """Kept entries and bytes of the compressed document."""
         return self.cache.stats()
 
+    @checked_arguments
     def shrink(self, budget: Budget | float | str) -> Context:
         """This document with a smaller budget, entry by entry as if compressed to it at once.
 
@@ -146,6 +149,7 @@ class Context:
         """
         return edits.appended(self, text, allow_longer, prefill_chunk)
 
+    @checked_arguments
     def save(self, path: str | Path, *, codec: str | None = None) -> None:
         """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`.
 
@@ -158,6 +162,7 @@ class Context:
         save(self, path, codec=codec)
 
 
+@checked_arguments
 def compress(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -10,6 +10,7 @@ from transformers import Pipeline, PreTrainedModel
 
 from kvfold.contexts.context import compress
 from kvfold.errors import KvfoldError
+from kvfold.hf.arguments import checked_arguments
 
 # Arguments of `compress` alone, and of `compress` and `Context.ask`; all others are the latter's.
 READING = ("method", "budget", "prefill_chunk", "compress", "protect", "seed", "keep_scores")
@@ -66,6 +67,7 @@ class ContextPipeline(Pipeline):
         return outputs
 
 
+@checked_arguments
 def pipeline(model: PreTrainedModel, tokenizer: Any, **options: Any) -> ContextPipeline:
     """A `ContextPipeline`; `options` hold for calls that do not say otherwise."""
     return ContextPipeline(model=model, tokenizer=tokenizer, **options)

@@ -34,6 +34,7 @@ from kvfold.errors import BudgetError, ContextFileError, KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.length import check_length
 from kvfold.generation.pieces import piece_of
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content, segment_ids, segments
@@ -88,6 +89,7 @@ class Session:
         """Kept entries and bytes."""
         return self.context.stats()
 
+    @checked_arguments
     def save(self, path: str | Path) -> None:
         """Writes a context file with the session, for `load_session`; errors as `Context.save`."""
         from kvfold.contexts.files.write import save
@@ -340,6 +342,7 @@ def check_method(method: Method) -> None:
         raise KvfoldError(f"{method} does not hold a session to its budget: {reason}")
 
 
+@checked_arguments
 def begin_session(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -372,6 +375,7 @@ def begin_session(
     return Session(context)
 
 
+@checked_arguments
 def load_session(
     path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Session:

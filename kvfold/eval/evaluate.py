@@ -35,6 +35,7 @@ from kvfold.eval.tasks import (
     select,
     source,
 )
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import token_count
 from kvfold.hf.models import trained_length
 from kvfold.jobs.executor import here
@@ -50,6 +51,7 @@ ROWS = 10
 Note = Callable[[str], None]
 
 
+@checked_arguments
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

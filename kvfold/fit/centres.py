@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import LayerRead, check_inputs, layers_read
+from kvfold.hf.arguments import checked_arguments
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.methods.stages.score.distant_queries import Centres
 
@@ -43,6 +44,7 @@ class CentreFit:
         )
 
 
+@checked_arguments
 def fit_centres(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

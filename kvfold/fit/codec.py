@@ -16,6 +16,7 @@ from kvfold.errors import UnsupportedModel
 from kvfold.fit.error_costs import error_costs
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import LayerRead, check_inputs, layers_read
+from kvfold.hf.arguments import checked_arguments
 
 LEAST_TEXTS = 2  # one to fit, one to report on
 HELD_OUT = 6  # every sixth text is reported on
@@ -54,6 +55,7 @@ class CodecFit:
         )
 
 
+@checked_arguments
 def fit_codec(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

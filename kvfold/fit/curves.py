@@ -17,6 +17,7 @@ from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import check_inputs
 from kvfold.fit.target import scored, target_method
 from kvfold.generation.generate import read_on
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.allocate.parts import Curve, proportional_within
@@ -58,6 +59,7 @@ class CurveFit:
         )
 
 
+@checked_arguments
 def fit_curve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import check_inputs, layers_read
+from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.stages.score.filters import Filters
 
 LEAST_TEXTS = 2  # one for each half
@@ -43,6 +44,7 @@ class FilterFit:
         )
 
 
+@checked_arguments
 def fit_filters(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -18,6 +18,7 @@ from kvfold.fit.progress import Progress
 from kvfold.fit.queries import check_inputs
 from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import ScoredText, scored, target_method
+from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.base import Method
 from kvfold.methods.stages.score.learned import Scorer, widened
 
@@ -82,6 +83,7 @@ class Features:
         return torch.stack(found)
 
 
+@checked_arguments
 def fit_scorer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import LayerRead, check_inputs, layers_read
+from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
 from kvfold.store.reindexed_sinks import Rotate
 
@@ -40,6 +41,7 @@ class HeadFit:
         return f"half of the passages and the others agree on {self.agreement:.1%} of the best half"
 
 
+@checked_arguments
 def fit_heads(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -15,6 +15,7 @@ from kvfold.generation.generate import generate, settings_of
 from kvfold.generation.inputs import BY_IDS, check_embeddings
 from kvfold.generation.length import check_length
 from kvfold.hf import attention
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.forward_hooks import preparing
 from kvfold.methods.base import Method
 
@@ -86,6 +87,7 @@ class CompressedGenerate:
         return self.stock(past_key_values=cache, **options)
 
 
+@checked_arguments
 def enable(
     model: PreTrainedModel,
     method: Method | str | None = None,
@@ -135,6 +137,7 @@ def enable(
     return Enabled(model, routed, before if isinstance(before, CompressedGenerate) else None)
 
 
+@checked_arguments
 def disable(model: PreTrainedModel) -> None:
     """Gives the model back its `generate`, and the attention that it was loaded with."""
     with preparing:

@@ -37,6 +37,7 @@ from kvfold.generation.pieces import (
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
 from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
 from kvfold.hf.versions import check_assisted
@@ -45,6 +46,7 @@ from kvfold.hf.versions import check_assisted
 Compress = Literal["at_end", "per_chunk"]
 
 
+@checked_arguments
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,

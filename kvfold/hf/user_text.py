@@ -40,7 +40,7 @@ def content(text: str, special_tokens: bool) -> str:
             "character (a lone surrogate), as of bytes that are not UTF-8: put the text into a "
             "file and decode it by its own encoding (--encoding)"
         ) from None
-    return text if special_tokens else Content(text)
+    return str(text) if special_tokens else Content(text)
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

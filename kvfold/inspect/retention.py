@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.budget import Budget
+from kvfold.hf.user_text import Content
 from kvfold.inspect.inspected_text import InspectedText, NeedleSpan
 from kvfold.inspect.kept import Positions
 from kvfold.methods.base import parse
@@ -66,7 +67,7 @@ def measure_retention(
     context = kvfold.compress(
         model,
         tokenizer,
-        document.text,
+        Content(document.text),
         method,
         limit,
         seed=seed,

@@ -26,6 +26,7 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
 from kvfold.hf.fitted_numbers import digest_of_file
 from kvfold.hf.identity import check_identifiable
+from kvfold.hf.user_text import Content
 from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, spelled_out
@@ -57,7 +58,7 @@ class CompressOptions:
         made = context.compress(
             model,
             tokenizer,
-            text,
+            Content(text),
             self.method,
             self.budget,
             prefill_chunk=self.prefill_chunk,

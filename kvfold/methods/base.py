@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.option_values import as_text, check_options, from_text
-from kvfold.methods.registry import preset, registered
+from kvfold.methods.registry import preset, registered, with_known_names
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
@@ -332,7 +332,14 @@ def parse(spec: str | Method) -> Method:
         return spec
     if isinstance(spec, type) and issubclass(spec, Method):
         raise KvfoldError(f"a method is an instance: write {spec.__name__}()")
-    parts = [_parse_one(part.strip()) for part in str(spec).split("+")]
+    if not isinstance(spec, str):
+        named = with_known_names(type(spec).__name__)
+        known = f"write {named!r}" if registered(named) else 'write for example "snapkv:window=16"'
+        raise KvfoldError(
+            f"a method is a text, or an instance of a class derived from kvfold.Method, not "
+            f"{str(spec)[:60]!r}: {known}"
+        )
+    parts = [_parse_one(part.strip()) for part in spec.split("+")]
     for part in parts:
         check_options(part, called(part))
     if len(parts) == 1:

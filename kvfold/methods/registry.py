@@ -88,14 +88,39 @@ def list_methods() -> dict[str, type[Method]]:
 
 
 def preset(name: str) -> Method:
-    """The method registered as `name`, with its preset's values; KvfoldError if unknown."""
-    known = _registry()
-    if registered(name) is None:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-        raise KvfoldError(f"unknown method {name!r}: {hint}")
-    entry = known[name]
+    """The method registered as `name`, with its preset's values; KvfoldError if unknown.
+
+    Case, hyphens, underscores and a "Press" at the end make no difference.
+    """
+    entry = _registry()[meant(name)]
     return entry.cls(**entry.values)
+
+
+def meant(name: str) -> str:
+    """The registered name that a spelling such as "SnapKVPress" means; KvfoldError if unknown."""
+    if (known := _known(name)) in _registry():
+        return known
+    by_letters = {_letters(each): each for each in _registry()}
+    near = difflib.get_close_matches(_letters(name).removesuffix("press"), by_letters, n=3)
+    named = " or ".join(repr(by_letters[each]) for each in near)
+    raise KvfoldError(
+        f"unknown method {name!r}: {f'did you mean {named}? ' if near else ''}`kvfold methods` "
+        "lists them, and --import MODULE (kvfold.register) adds your own"
+    )
+
+
+def _known(name: str) -> str:
+    """The registered name of the same letters, without a "Press" at the end; else `name`."""
+    if registered(name) is not None:
+        return name
+    by_letters = {_letters(each): each for each in _registry()}
+    bare = by_letters.get(_letters(name).removesuffix("press"), name)
+    return by_letters.get(_letters(name), bare)
+
+
+def _letters(name: str) -> str:
+    """Letters and digits of a name, in lower case."""
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def registered(name: str) -> type[Method] | None:
@@ -109,11 +134,17 @@ def registered(name: str) -> type[Method] | None:
 def listed(text: str) -> list[str]:
     """Method texts in a list such as "snapkv:window=16,kernel=5, knorm:skip_layers=0,1, h2o".
 
-    A comma separates methods if a method's name follows it, not an option or a number.
+    A comma separates methods if a method's name follows it, not an option or a number. Names are
+    those registered, however they are spelled.
     """
-    parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
+    parts = re.split(r",(?=\s*[A-Za-z][\w-]*\s*(?:[:,+]|$))", text)
     found = (re.sub(r"\s+,", ",", part.strip(" ,")) for part in parts)
-    return [part for part in found if part]
+    return [with_known_names(part) for part in found if part]
+
+
+def with_known_names(text: str) -> str:
+    """A method's text such as "SnapKV:window=16 + every", in registered names; others stay."""
+    return re.sub(r"(?<![^+])(\s*)([A-Za-z][\w-]*)", lambda part: part[1] + _known(part[2]), text)
 
 
 def import_methods(module: str) -> None:

@@ -28,6 +28,7 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.identity import check_identifiable
 from kvfold.hf.models import has_position_table, text_config, trained_length
+from kvfold.hf.user_text import Content
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
 from kvfold.serve.context_folder import ContextFolder
@@ -277,7 +278,7 @@ class Engine:
             context = kvfold.compress(
                 self.model,
                 self.tokenizer,
-                request.text,
+                Content(request.text),
                 method,
                 None if budget is None else Budget.of(budget),
                 # A method that prunes tokens between layers reads its text in one forward.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.contexts.session import Session, begin_session, load_session
 from kvfold.contexts.session_record import Message
 from kvfold.errors import KvfoldError
+from kvfold.hf.user_text import Content
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
 from kvfold.serve.errors import ApiError, refusals
@@ -59,7 +60,7 @@ class Sessions:
             session = begin_session(
                 engine.model,
                 engine.tokenizer,
-                request.text,
+                Content(request.text),
                 engine.clients_method(request.method or settings.session_method),
                 request.budget or settings.session_budget,
                 prefill_chunk=settings.prefill_chunk,

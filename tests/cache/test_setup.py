@@ -147,5 +147,5 @@ def test_seeds_are_whole_numbers(model, seed):
 def test_a_cache_is_made_for_the_model_itself(model):
     with pytest.raises(UnsupportedModel, match="give the model itself"):
         CompressedCache(torch.compile(model, backend="eager"), "snapkv", 40)
-    with pytest.raises(UnsupportedModel, match="not for 'my-model'"):
+    with pytest.raises(UnsupportedModel, match="not 'my-model': load it first"):
         CompressedCache("my-model", "snapkv", 40)

@@ -38,7 +38,7 @@ def test_methods_shows_one_in_full() -> None:
     assert "The prompt's last queries vote" in shown and "arXiv 2404.14469" in shown
     assert kvfold.SnapKV.formula in shown
     assert re.search(r"window int 64 last queries that vote", shown)
-    assert refused("methods", "snapkb").endswith("did you mean 'snapkv'?")
+    assert "did you mean 'snapkv'? `kvfold methods`" in refused("methods", "snapkb")
     assert run_json("methods", "tova")["formula"] == kvfold.TOVA.formula
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import kvfold
+from kvfold.methods.registry import listed
 
 
 def test_methods_are_listed_by_name():
@@ -23,9 +24,20 @@ def test_methods_are_listed_by_name():
         "streaming_llm_original": kvfold.StreamingLLM,
         "tova": kvfold.TOVA,
     }
-    listed = kvfold.list_methods()
-    assert known.items() <= listed.items()
-    assert list(listed) == sorted(listed)
+    found = kvfold.list_methods()
+    assert known.items() <= found.items()
+    assert list(found) == sorted(found)
+
+
+def test_names_in_a_list_are_those_registered():
+    text = "SnapKV:window=16,kernel=5, snap-kv + KIVI,KnormPress:skip_layers=0,1, H2O,unknown"
+    assert listed(text) == [
+        "snapkv:window=16,kernel=5",
+        "snapkv + kivi",
+        "knorm:skip_layers=0,1",
+        "h2o",
+        "unknown",
+    ]
 
 
 def test_the_list_is_a_copy():

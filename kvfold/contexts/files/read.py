@@ -33,6 +33,7 @@ from kvfold.contexts.files.format import (
 )
 from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import model_differences, rope_differences
 from kvfold.hf.identity import model_header, rope_header
@@ -43,6 +44,7 @@ from kvfold.methods.registry import registered
 from kvfold.store.ragged import share_pairs
 
 
+@checked_arguments
 def load(
     path: str | Path,
     model: PreTrainedModel,

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of public functions: in a wrong order, of other libraries, or a file's name as text."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.hf.user_text import Content
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLACES = ("first", "second", "third")
+TEXTS = ("document", "opening")
+# Keywords of other libraries: the part of the entries that goes, or a method.
+PARTS, METHODS = ("compression_ratio", "ratio"), ("press",)
+LONGEST_NAME = 1024  # characters
+
+
+def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, whose arguments named model, tokenizer, path, document and opening are checked.
+
+    It then raises UnsupportedModel for what is no model, and KvfoldError for other wrong ones and
+    for keywords of other libraries.
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    bound = len(inspect.signature(function).parameters) - len(names)
+
+    @wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        _check_foreign(names, options)
+        given = dict(zip(names, args[bound:], strict=False)) | options
+        for place, name in enumerate(names):
+            if name in given:
+                _check(name, given[name], _order(function, names, place))
+        return function(*args, **options)
+
+    return checked
+
+
+def _check(name: str, value: Any, order: str) -> None:
+    """Raises as `checked_arguments`; `order` begins the message for a value of another kind."""
+    if name == "model" and not isinstance(value, nn.Module):
+        found = f"{order}, not {_shown(value)}"
+        raise UnsupportedModel(f"{found}: load it first" if isinstance(value, str) else found)
+    if name == "tokenizer" and isinstance(value, nn.Module | str | Path):
+        raise KvfoldError(f"{order}, not {_shown(value)}")
+    if name in TEXTS:
+        check_text(value)
+    if name == "path":
+        check_path(value, order)
+
+
+def check_text(text: Any) -> None:
+    """Raises KvfoldError for a path, and for the name of a file that exists, in place of its text.
+
+    A `Content` is known to be a text.
+    """
+    if isinstance(text, Content):
+        return
+    named = isinstance(text, str) and 0 < len(text) <= LONGEST_NAME and text.isprintable()
+    if isinstance(text, os.PathLike) or (named and os.path.isfile(text)):
+        raise KvfoldError(
+            f"this is a file's name: {os.fspath(text)!r}; give its text, "
+            'pathlib.Path(name).read_text(encoding="utf-8")'
+        )
+
+
+def check_path(path: Any, what: str) -> None:
+    """Raises KvfoldError for an empty path, and for what is none; `what` begins the message."""
+    if not isinstance(path, str | os.PathLike):
+        raise KvfoldError(f"{what}, not {_shown(path)}")
+    if isinstance(path, str) and not path.strip():
+        raise KvfoldError("the file's name is empty: give for example document.kvfold")
+
+
+def _order(function: Callable[..., Any], names: list[str], place: int) -> str:
+    """Words such as "the model comes first: compress(model, tokenizer, document)"."""
+    called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    which = PLACES[place] if place < len(PLACES) else "by its name"
+    return f"the {names[place]} comes {which}: {called}({', '.join(names[: len(PLACES)])})"
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def _check_foreign(names: list[str], options: dict[str, Any]) -> None:
+    """Raises KvfoldError for keywords that other libraries have for a budget or a method."""
+    for name in options:
+        if name in names or name not in (*PARTS, *METHODS):
+            continue
+        wanted, why = 'method="snapkv"', "the method is a text"
+        if name in PARTS:
+            wanted, why = f"budget={_kept(name, options[name])}", "budget is the part kept"
+        keyword, _, value = wanted.partition("=")
+        found = next((each for each in (keyword, f"{keyword}s") if each in names), None)
+        if found is not None:
+            remedy = f"{found}={value}"
+        elif "cache" in names:
+            remedy = f"kvfold.CompressedCache(model, {wanted})"
+        else:
+            remedy = "it was chosen when the text was compressed, leave it out"
+        raise KvfoldError(f"{name}= is no argument here; {why}: {remedy}")
+
+
+def _kept(name: str, value: Any) -> float:
+    """The part kept, where a `compression_ratio` says how much goes; else that of an example."""
+    told = name == "compression_ratio" and isinstance(value, int | float) and 0 < value < 1
+    return round(1 - value, 6) if told else 0.6

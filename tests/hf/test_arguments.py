@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments of public functions: each is refused in a line that names the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfold
+from kvfold.errors import KvfoldError
+from tests.helpers.commands import kvfold_command, refused
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    return kvfold.bundled_model()
+
+
+@pytest.fixture(scope="module")
+def context(pair: tuple[Any, Any]) -> kvfold.Context:
+    return kvfold.compress(*pair, "The gate opens at noon. " * 8, "snapkv", 0.5)
+
+
+SWAPPED: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (
+        lambda m, t: kvfold.compress(t, m, "A text."),
+        "the model comes first: compress(model, tokenizer, document)",
+    ),
+    (lambda m, t: kvfold.compress(m, "A text.", t), "the tokenizer comes second: compress("),
+    (lambda m, t: kvfold.compress("bundled", t, "A text."), "not 'bundled': load it first"),
+    (lambda m, t: kvfold.compress(m, t, "A text.", 0.5), "a method is a text"),
+    (lambda m, t: kvfold.load(m, t, "a.kvfold"), "the path comes first: load(path, model, "),
+    (lambda m, t: kvfold.load("a.kvfold", t, m), "the model comes second: load("),
+    (lambda m, t: kvfold.load_session(m, t, "a.kvfold"), "the path comes first: load_session("),
+    (lambda m, t: kvfold.generate(t("Hi", return_tensors="pt").input_ids, m), "comes first: gen"),
+    (lambda m, t: kvfold.enable(t, m), "the model comes first: enable(model, method, budget)"),
+    (lambda m, t: kvfold.disable(t), "the model comes first: disable(model)"),
+    (lambda m, t: kvfold.CompressedCache("snapkv", m, 0.5), "first: CompressedCache(model, method"),
+    (lambda m, t: kvfold.span(m, "A text.", "text"), "the tokenizer comes first: span(tokenizer"),
+    (lambda m, t: kvfold.span("A text.", "text", t), "the tokenizer comes first: span(tokenizer"),
+    (lambda m, t: kvfold.check(t, m, ["A.", "B."], "snapkv"), "the model comes first: check("),
+    (lambda m, t: kvfold.begin_session(t, m, "Be brief."), "the model comes first: begin_session("),
+    (lambda m, t: kvfold.evaluate(t, m, "niah", "snapkv"), "the model comes first: evaluate("),
+    (lambda m, t: kvfold.fit_scorer(t, m, ["A."], "x"), "the model comes first: fit_scorer("),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SWAPPED)))
+def test_arguments_out_of_order_are_named(pair: tuple[Any, Any], number: int) -> None:
+    call, said = SWAPPED[number]
+    with pytest.raises(KvfoldError) as refusal:
+        call(*pair)
+    assert said in str(refusal.value)
+
+
+def test_keywords_of_another_library_are_named(
+    pair: tuple[Any, Any], context: kvfold.Context
+) -> None:
+    model, tokenizer = pair
+    with pytest.raises(KvfoldError, match=r"budget is the part kept: budget=0\.6$"):
+        kvfold.compress(model, tokenizer, "A text.", compression_ratio=0.4)  # type: ignore[call-arg]
+    with pytest.raises(KvfoldError, match=r"budget is the part kept: budgets=0\.7$"):
+        kvfold.check(model, tokenizer, ["A.", "B."], "snapkv", compression_ratio=0.3)  # type: ignore[call-arg]
+    with pytest.raises(KvfoldError, match=r"budget is the part kept: budget=0\.6$"):
+        kvfold.enable(model, "snapkv", ratio=0.4)  # type: ignore[call-arg]
+    with pytest.raises(KvfoldError, match=r"budget is the part kept: budget=0\.6$"):
+        kvfold.CompressedCache(model, "snapkv", compression_ratio=0.4)  # type: ignore[call-arg]
+    with pytest.raises(KvfoldError, match=r'the method is a text: method="snapkv"$'):
+        kvfold.compress(model, tokenizer, "A text.", press="SnapKVPress")  # type: ignore[call-arg]
+    ids = tokenizer("Hello there", return_tensors="pt").input_ids
+    with pytest.raises(KvfoldError, match=r"kvfold\.CompressedCache\(model, budget=0\.6\)$"):
+        kvfold.generate(model, ids, compression_ratio=0.4)
+    with pytest.raises(KvfoldError, match="leave it out"):
+        context.ask("When?", press="SnapKVPress")
+    with pytest.raises(KvfoldError, match="leave it out"):
+        next(context.stream("When?", compression_ratio=0.4))
+    with pytest.raises(KvfoldError, match=r"budget=0\.6$"):
+        context.chat(compression_ratio=0.4)  # type: ignore[call-arg]
+
+
+def test_a_file_s_name_is_no_document(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "contract.txt"
+    path.write_text("The gate opens at noon.")
+    for given in (path, str(path)):
+        with pytest.raises(KvfoldError, match=r"this is a file's name: .*contract\.txt"):
+            kvfold.compress(*pair, given, "snapkv", 0.9)  # type: ignore[arg-type]
+        with pytest.raises(KvfoldError, match=r"this is a file's name: .*contract\.txt"):
+            kvfold.begin_session(*pair, given)  # type: ignore[arg-type]
+    missing = str(tmp_path / "another.txt")
+    assert kvfold.compress(*pair, missing, "snapkv", 0.9).ids.shape[1] > 0
+
+
+def test_a_file_whose_text_is_a_file_s_name_is_compressed(tmp_path: Path) -> None:
+    path, out = tmp_path / "list.txt", tmp_path / "list.kvfold"
+    path.write_text(str(path))
+    done = kvfold_command("compress", "bundled", str(path), "--method", "snapkv", "--out", str(out))
+    assert done.exit_code == 0, done.output
+
+
+def test_empty_names_of_files_are_refused(pair: tuple[Any, Any], context: kvfold.Context) -> None:
+    for path in ("", " "):
+        with pytest.raises(KvfoldError, match="the file's name is empty"):
+            context.save(path)
+        with pytest.raises(KvfoldError, match="the file's name is empty"):
+            kvfold.load(path, *pair)
+    with pytest.raises(KvfoldError, match="the path comes first: save"):
+        context.save(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "bundled", "--ratio", "0.4"), "budget is the part kept, --budget 0.6"),
+        (("compress", "bundled", "x", "--compression-ratio=0.4"), "the part kept, --budget 0.6"),
+        (("eval", "--ratio", "0.4"), "--budgets 0.6"),
+        (("eval", "--press", "snapkv"), "methods have names, --methods snapkv"),
+        (("inspect", "bundled", "--press", "snapkv"), "snapkv"),
+    ],
+)
+def test_options_of_another_library_are_named(arguments: tuple[str, ...], said: str) -> None:
+    assert said in refused(*arguments)
