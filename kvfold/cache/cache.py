@@ -36,7 +36,6 @@ from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import (
@@ -75,7 +74,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     Processes that share a model do the same at the same time, see `cache/tensor_parallel.py`.
     """
 
-    @checked_arguments
+    @setup.checked_arguments
     def __init__(
         self,
         model: PreTrainedModel,
@@ -89,7 +88,6 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         every: int | None = None,
         max_cache_tokens: int | None = None,
     ) -> None:
-        setup.check_model(model)
         self.method, budget = bounded(parse(method), budget, every, max_cache_tokens)
         seed = setup.checked_seed(seed)
         self.max_cache_tokens, self.seed = max_cache_tokens, seed

@@ -27,6 +27,7 @@ from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.hf.arguments import checked_arguments as checked_arguments
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.decoder_layers import check_structure
 from kvfold.hf.forward_hooks import preparing, watch
@@ -46,15 +47,6 @@ class Shared:
     phase: Phase
     waiting: Waiting[LayerState]
     binding: ModelBinding
-
-
-def check_model(model: Any) -> None:
-    """Raises UnsupportedModel for a wrapper of torch.compile."""
-    if hasattr(model, "_orig_mod"):
-        raise UnsupportedModel(
-            "torch.compile(model) returns a wrapper, which cannot generate: give the model itself, "
-            "and compile it in place with model.compile()"
-        )
 
 
 def checked_seed(seed: Any) -> int:

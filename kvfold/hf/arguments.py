@@ -28,8 +28,8 @@ LONGEST_NAME = 1024  # characters
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, whose arguments named model, tokenizer, path, document and opening are checked.
 
-    It then raises UnsupportedModel for what is no model, and KvfoldError for other wrong ones and
-    for keywords of other libraries.
+    It then raises UnsupportedModel for a wrapper of torch.compile and for what is no model, and
+    KvfoldError for other wrong ones and for keywords of other libraries.
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     bound = len(inspect.signature(function).parameters) - len(names)
@@ -48,6 +48,11 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 def _check(name: str, value: Any, order: str) -> None:
     """Raises as `checked_arguments`; `order` begins the message for a value of another kind."""
+    if name == "model" and hasattr(value, "_orig_mod"):
+        raise UnsupportedModel(
+            "torch.compile(model) returns a wrapper, which cannot generate: give the model itself, "
+            "and compile it in place with model.compile()"
+        )
     if name == "model" and not isinstance(value, nn.Module):
         found = f"{order}, not {_shown(value)}"
         raise UnsupportedModel(f"{found}: load it first" if isinstance(value, str) else found)
