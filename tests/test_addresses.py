@@ -66,7 +66,6 @@ TESTED_BY = {
     "hf/rope_deltas.py": "properties/test_images.py",
     "hf/scorer_file.py": "methods/test_zap.py",
     "hf/stock_layers.py": "contexts/files/test_stock_layers.py",
-    "hf/versions.py": "generation/test_generate.py",
     "jobs/compress.py": "cli/test_compress_many.py",
     "jobs/executor.py": "jobs/test_processes.py",
     "jobs/records.py": "eval/run/test_run_folder.py",

@@ -25,6 +25,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.generation.generate import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
 from kvfold.hf.compiling import compiled_call
+from kvfold.hf.versions import CACHE
 
 FULL, AGAIN = "full", "full again"
 
@@ -116,7 +117,7 @@ class LocalParticipant:
 
     def forward(self, ids: Tensor) -> None:
         """One forward over `ids [B, S]`, logits of the last token only."""
-        self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: self.cache})
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, room: int) -> PrefillCost:
@@ -239,9 +240,7 @@ class CompiledParticipant(MethodParticipant):
     def _next(self, tokens: Tensor) -> None:
         assert self.graph_cache is not None
         forward = compiled_call(self.model)
-        forward(
-            input_ids=tokens, past_key_values=self.graph_cache, use_cache=True, logits_to_keep=1
-        )
+        forward(input_ids=tokens, use_cache=True, logits_to_keep=1, **{CACHE: self.graph_cache})
         self.graph_cache.after_forward()
 
     def peak_alone(self, batch: int, length: int, room: int) -> None:

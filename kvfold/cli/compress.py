@@ -261,10 +261,12 @@ def _compress_one(
 @contextmanager
 def _watched(model: PreTrainedModel, bar: Progress) -> Iterator[None]:
     """Shows in the bar how many tokens the model has read."""
+    from kvfold.hf.versions import given_cache
+
     task = bar.add_task("reading", total=None)
 
     def after_forward(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
-        cache = options.get("past_key_values")
+        cache = given_cache(options)
         if cache is not None:
             bar.update(task, description=f"reading, {cache.get_seq_length():,} tokens so far")
 

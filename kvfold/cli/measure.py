@@ -22,6 +22,7 @@ from kvfold.eval import short_ruler
 from kvfold.eval.tasks.ruler_niah import split
 from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_count
+from kvfold.hf.versions import CACHE
 from kvfold.inspect.inspected_text import InspectedText, needles_in
 
 WARM_UP = 2
@@ -165,7 +166,7 @@ def _step(context: Context) -> float:
     device = context.model.device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     started = time.perf_counter()
-    context.model(input_ids=token, past_key_values=context.cache, use_cache=True)
+    context.model(input_ids=token, use_cache=True, **{CACHE: context.cache})
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started

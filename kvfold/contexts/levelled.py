@@ -17,6 +17,7 @@ from kvfold.contexts.files.format import LevelHeader
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.pieces import piece_of
+from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Method, with_part
 from kvfold.methods.level import Level
 from kvfold.methods.stages.select.one_set import Rule
@@ -80,7 +81,7 @@ def distance(context: Context, made: CompressedCache, asked: Tensor) -> tuple[fl
     ends = end_tokens(model)
     for _ in range(TOKENS):
         ours, theirs = (
-            model(pending, past_key_values=cache).logits[0, -1].float().log_softmax(-1)
+            model(pending, **{CACHE: cache}).logits[0, -1].float().log_softmax(-1)
             for cache in caches
         )
         divergences.append(float(F.kl_div(theirs, ours, reduction="sum", log_target=True)))

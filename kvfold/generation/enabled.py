@@ -17,6 +17,7 @@ from kvfold.generation.length import check_length
 from kvfold.hf import attention
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.forward_hooks import preparing
+from kvfold.hf.versions import CACHE, CACHE_NAMES, given_cache
 from kvfold.methods.base import Method
 
 # Options with which transformers makes a cache of its own.
@@ -62,9 +63,11 @@ class CompressedGenerate:
     def __call__(self, inputs: Any = None, *others: Any, **options: Any) -> Any:
         """The result of `model.generate`. Raises as `kvfold.generate` and `CompressedCache` do."""
         options |= zip(list(signature(self.stock).parameters)[1:], others, strict=False)
-        if options.get("past_key_values") is not None:
-            return self.stock(inputs, **options)
-        options.pop("past_key_values", None)
+        cache = given_cache(options)
+        for name in CACHE_NAMES:
+            options.pop(name, None)
+        if cache is not None:
+            return self.stock(inputs, **{CACHE: cache}, **options)
         given = [name for name in CACHES if options.get(name) is not None]
         if given or settings_of(self.model, options).use_cache is False:
             raise KvfoldError(
@@ -84,7 +87,7 @@ class CompressedGenerate:
         check_embeddings(cache, options)
         own = {name: options.pop(name, None) for name in (*BY_IDS, "allow_longer")}
         check_length(self.model, options["inputs_embeds"].shape[1], bool(own["allow_longer"]))
-        return self.stock(past_key_values=cache, **options)
+        return self.stock(**{CACHE: cache}, **options)
 
 
 @checked_arguments

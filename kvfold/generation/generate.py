@@ -40,7 +40,7 @@ from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_c
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
-from kvfold.hf.versions import check_assisted
+from kvfold.hf.versions import CACHE, check_assisted
 
 # Time of a prompt's compression
 Compress = Literal["at_end", "per_chunk"]
@@ -185,7 +185,7 @@ def _decode(
         if compile:
             return decode_compiled(model, cache, input_ids, mask, options)
         return stock_generate(
-            model, input_ids=input_ids, attention_mask=mask, past_key_values=cache, **options
+            model, input_ids=input_ids, attention_mask=mask, **{CACHE: cache}, **options
         )
     finally:
         cache.cannot_be_dropped, cache.phase.ended = False, None
@@ -349,7 +349,7 @@ def _assisted(
             model,
             input_ids=input_ids[:, -1:],
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE: cache},
             **options,
         )
     new = out if isinstance(out, Tensor) else out.sequences

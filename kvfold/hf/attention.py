@@ -20,6 +20,7 @@ from kvfold.errors import UnsupportedModel
 from kvfold.hf.adapters import learns_prompts, unwrapped
 from kvfold.hf.forward_hooks import preparing, unwatch
 from kvfold.hf.models import takes_cache, text_config
+from kvfold.hf.versions import check_version
 from kvfold.kernels.logits import LogitOptions
 
 # The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
@@ -63,8 +64,9 @@ def enable(model: PreTrainedModel) -> None:
 
     An implementation that kvfold does not build on (flash_attention_2, flex_attention) gives way,
     with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
-    UnsupportedModel for encoder-decoders and diffusion models, for models that compute attention
-    themselves, and for those whose forward takes no cache.
+    UnsupportedModel for a transformers outside kvfold's range, for encoder-decoders and diffusion
+    models, for models that compute attention themselves, and for those whose forward takes no
+    cache.
     """
     with preparing:
         if not is_enabled(model):
@@ -72,6 +74,7 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def _route(model: PreTrainedModel) -> None:
+    check_version()
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder: kvfold compresses decoders only")
@@ -91,7 +94,7 @@ def _route(model: PreTrainedModel) -> None:
             "so kvfold cannot observe its attention"
         )
     if isinstance(model, PreTrainedModel) and not takes_cache(model):
-        raise UnsupportedModel(f"{name}'s forward takes no past_key_values: no cache reaches it")
+        raise UnsupportedModel(f"{name}'s forward takes no past_key_values or cache: none reaches it")
     loaded = text_config(model)._attn_implementation
     kind = _stand_in(model, loaded)
     if kind != loaded:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.models import text_config
 from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.hf.versions import CACHE
 
 
 class DecoderLayers:
@@ -47,9 +48,9 @@ class DecoderLayers:
             hidden,
             attention_mask=self._mask(real, hidden),
             position_ids=positions,
-            past_key_values=cache,
             use_cache=cache is not None,
             position_embeddings=self.decoder.rotary_emb(hidden, positions),
+            **{CACHE: cache},
         )
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result

@@ -6,6 +6,7 @@ They also give the model the `rope_deltas` of that cache before a forward, and s
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvfold.errors import KvfoldError
 from kvfold.hf import rope_deltas
+from kvfold.hf.versions import CACHE, CACHE_NAMES, given_cache
 
 
 class ToldOfForwards(ABC):
@@ -54,7 +56,9 @@ _watched: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.
 def watch(model: nn.Module) -> None:
     """Installs the hooks on `model`, once."""
     if model not in _watched:
+        arguments = tuple(inspect.signature(model.forward).parameters)
         _watched[model] = [
+            model.register_forward_pre_hook(partial(_name, arguments), with_kwargs=True),
             model.register_forward_pre_hook(_begins, with_kwargs=True),
             model.register_forward_hook(_returned, with_kwargs=True),
         ]
@@ -72,10 +76,31 @@ def unwatch(model: nn.Module) -> None:
         handle.remove()
 
 
+def _name(
+    names: tuple[str, ...], model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Gives the forward what came by position, or under the cache's other name, by its own names.
+
+    A forward swallows a cache under a name that it does not have.
+    """
+    if len(args) > 1:
+        kwargs, args = dict(zip(names, args, strict=False)) | kwargs, ()
+    elif not kwargs.keys() - names:
+        return None
+    caches = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+    if not any(isinstance(cache, ToldOfForwards) for cache in caches):
+        return None
+    if len(caches) > 1:
+        raise KvfoldError("cache= and past_key_values= are one argument: give one of them")
+    own = next((name for name in CACHE_NAMES if name in names), CACHE)
+    others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+    return args, others | {own: caches[0]}
+
+
 def _begins(
     model: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if not isinstance(cache, ToldOfForwards):
         return None
     if kwargs.get("use_cache") is False:
@@ -93,7 +118,7 @@ def _begins(
 
 
 def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if not isinstance(cache, ToldOfForwards):
         return
     if not cache.reads_logits:
@@ -109,7 +134,7 @@ def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) 
 def _give(
     holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> None:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if not isinstance(cache, ToldOfForwards):
         return
     begins = cache.get_seq_length() == 0
@@ -121,7 +146,7 @@ def _give(
 def _keep(
     holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, ToldOfForwards):
         cache.rope_deltas = rope_deltas.taken(holders)
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -19,7 +17,7 @@ from kvfold.errors import UnsupportedModel
 from kvfold.hf import rope_deltas
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.recurrent import restarts
-from kvfold.hf.versions import TELLS_CACHE_FROM
+from kvfold.hf.versions import CACHE, CACHE_NAMES, INSTALLED, TELLS_CACHE_FROM, given_cache
 
 # Model types whose `generate` starts over with a cache of its own past this configured length.
 DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
@@ -34,7 +32,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """True if the model's forward takes a cache; other models' `generate` drops it (Evolla)."""
-    return "past_key_values" in inspect.signature(type(model).forward).parameters
+    return not inspect.signature(type(model).forward).parameters.keys().isdisjoint(CACHE_NAMES)
 
 
 def shares_entries(model: PreTrainedModel) -> bool:
@@ -66,7 +64,7 @@ def dropping_length(model: PreTrainedModel) -> int | None:
         return None
     if limit >= config.max_position_embeddings:
         return None
-    if Version(transformers.__version__) < TELLS_CACHE_FROM:
+    if INSTALLED < TELLS_CACHE_FROM:
         raise UnsupportedModel(
             f"generate() of {type(model).__name__} silently drops a cache past {limit} tokens, "
             f"which kvfold can only notice from transformers {TELLS_CACHE_FROM} on: update it"
@@ -138,7 +136,7 @@ def stock_generate(model: Any, **options: Any) -> Any:
 
     It counts positions by the `rope_deltas` of the cache that it continues.
     """
-    cache = options.get("past_key_values")
+    cache = given_cache(options)
     if isinstance(cache, ToldOfForwards) and cache.get_seq_length() > 0:
         rope_deltas.put(rope_deltas.holders(model), cache.rope_deltas)
     return type(model).generate(model, **options)
@@ -212,9 +210,9 @@ def _read_piece(
         input_ids=input_ids,
         attention_mask=mask,
         **position_ids,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=min(count, new),
+        **{CACHE: cache},
     )
     logits: Tensor = out.logits
     return logits

@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
+from kvfold.hf.versions import CACHE
+
 _restarting: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -29,12 +31,12 @@ def note_restarts(model: PreTrainedModel) -> None:
     if not any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
         return
     ids = torch.ones((1, 4), dtype=torch.long, device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, use_cache=True, **{CACHE: cache})
     other = copy.deepcopy(cache)
     for state in _states(other):
         state.zero_()
     for one in (cache, other):
-        model(input_ids=ids[:, :2], past_key_values=one, use_cache=True)
+        model(input_ids=ids[:, :2], use_cache=True, **{CACHE: one})
     pairs = list(zip(_states(cache), _states(other), strict=True))
     if pairs and all(torch.equal(a, b) for a, b in pairs):
         _restarting.add(model)

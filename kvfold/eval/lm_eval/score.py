@@ -15,6 +15,7 @@ from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_turn
+from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Method
 
 
@@ -82,7 +83,7 @@ def log_probs(
     context.
     """
     with cache.frozen():
-        logits: Tensor = model(inputs, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = model(inputs, use_cache=True, **{CACHE: cache}).logits
         cache.crop(-inputs.shape[1])
     return F.log_softmax(logits[0], -1, dtype=dtype)
 
@@ -130,7 +131,7 @@ def stream(
     total, first = 0.0, ids.shape[1] - scored
     for place in range(1, ids.shape[1]):
         step = ids[:, place - 1 : place]
-        logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = model(step, use_cache=True, **{CACHE: cache}).logits[0, -1]
         if place >= first:
             total += float(F.log_softmax(logits, -1, dtype=dtype)[ids[0, place]])
     return total

@@ -25,6 +25,7 @@ from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
+from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Stages
 
 GRAPHS = 64  # most graphs of one model, before torch.compile refuses more
@@ -169,13 +170,13 @@ def decode_compiled(
                 model,
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=handed,
+                **{CACHE: handed},
                 **options,
             )
     finally:
         handed.hand_back()
     if not isinstance(out, Tensor):
-        out.past_key_values = cache
+        setattr(out, CACHE, cache)
     return out
 
 
