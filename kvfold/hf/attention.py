@@ -94,7 +94,9 @@ def _route(model: PreTrainedModel) -> None:
             "so kvfold cannot observe its attention"
         )
     if isinstance(model, PreTrainedModel) and not takes_cache(model):
-        raise UnsupportedModel(f"{name}'s forward takes no past_key_values or cache: none reaches it")
+        raise UnsupportedModel(
+            f"{name}'s forward takes no past_key_values or cache: no cache reaches it"
+        )
     loaded = text_config(model)._attn_implementation
     kind = _stand_in(model, loaded)
     if kind != loaded:
