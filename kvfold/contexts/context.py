@@ -35,6 +35,7 @@ from kvfold.generation.length import check_length, reach
 from kvfold.generation.pieces import piece_of
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.lookups import check_tokens
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.select.one_set import Rule
@@ -214,6 +215,7 @@ def compress(
     check_compress(compress)
     if keep_scores and compress == "per_chunk":
         raise KvfoldError("scores of a document compressed per chunk rank no whole: leave one out")
+    check_tokens(model, ids)
     ids = ids.to(model.device)
     piece = prefill_chunk if compress == "per_chunk" else None
     check_length(model, reach(cache, ids.shape[1], piece), allow_longer)
@@ -253,6 +255,7 @@ def compress_each(
     cache = caches[-1]
     check_reusable(cache.method)
     frame, ids = prompt(tokenizer, cache.method, document, special_tokens)
+    check_tokens(model, ids)
     ids = ids.to(model.device)
     check_length(model, reach(cache, ids.shape[1], None), allow_longer)
     with ExitStack() as reading:

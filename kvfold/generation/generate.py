@@ -38,6 +38,7 @@ from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
 from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
 from kvfold.hf.arguments import checked_arguments
+from kvfold.hf.lookups import check_answer, check_tokens
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
 from kvfold.hf.versions import CACHE, check_assisted
@@ -105,6 +106,8 @@ def generate(
     assisted = any(options.get(name) for name in ASSISTED)
     settings = settings_of(model, options)
     check_settings(settings, options)
+    check_tokens(model, input_ids)
+    check_answer(model, attention_mask, _new_tokens(settings, input_ids.shape[1]))
     if compile and assisted:
         raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
     if compile:

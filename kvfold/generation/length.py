@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.hf.models import has_position_table, trained_length
+from kvfold.hf.lookups import learned_positions
+from kvfold.hf.models import trained_length
 
 
 def check_length(
@@ -22,7 +23,7 @@ def check_length(
     found = too_long(model, tokens)
     if found is None:
         return
-    if has_position_table(model):
+    if learned_positions(model) is not None:
         raise KvfoldError(
             f"the text has {found}, for which it has learned positions: shorten the text"
         )

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvfold.errors import KvfoldError
 from kvfold.hf import rope_deltas
+from kvfold.hf.lookups import check_forward, learned_positions
 from kvfold.hf.versions import CACHE, CACHE_NAMES, given_cache
 
 
@@ -59,6 +60,9 @@ def watch(model: nn.Module) -> None:
         arguments = tuple(inspect.signature(model.forward).parameters)
         _watched[model] = [
             model.register_forward_pre_hook(partial(_name, arguments), with_kwargs=True),
+            model.register_forward_pre_hook(
+                partial(_look_up, learned_positions(model)), with_kwargs=True
+            ),
             model.register_forward_pre_hook(_begins, with_kwargs=True),
             model.register_forward_hook(_returned, with_kwargs=True),
         ]
@@ -95,6 +99,13 @@ def _name(
     own = next((name for name in CACHE_NAMES if name in names), CACHE)
     others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
     return args, others | {own: caches[0]}
+
+
+def _look_up(limit: int | None, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises KvfoldError for tokens and positions that the model has no numbers for."""
+    cache = given_cache(kwargs)
+    if isinstance(cache, ToldOfForwards):
+        check_forward(model, limit, _ids(args, kwargs), kwargs, cache.get_seq_length())
 
 
 def _begins(

@@ -23,7 +23,7 @@ def image_spans(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[int, in
     are parted by others (rows of tiles) has several spans. Raises KvfoldError for several rows, and
     for a model without a token for them.
     """
-    named = _tokens(model)
+    named = placeholder_tokens(model)
     if not named:
         raise KvfoldError(f"{type(model).__name__} has no token for images or sound")
     if input_ids.dim() > 2 or (input_ids.dim() == 2 and len(input_ids) != 1):
@@ -37,10 +37,10 @@ def image_spans(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[int, in
 
 def tokens_off_columns(model: PreTrainedModel) -> list[int]:
     """Ids of tokens after which M-RoPE's positions are other than columns; none in most models."""
-    return _tokens(model) if rope_deltas.holders(model) else []
+    return placeholder_tokens(model) if rope_deltas.holders(model) else []
 
 
-def _tokens(model: PreTrainedModel) -> list[int]:
+def placeholder_tokens(model: PreTrainedModel) -> list[int]:
     """Ids of the tokens of images, videos and sound."""
     named = {getattr(model.config, name, None) for name in TOKENS}
     return sorted(each for each in named if each is not None)

@@ -90,14 +90,6 @@ def trained_length(model: PreTrainedModel) -> int | None:
     return max(length, int(before * rope.get("factor", 1.0)))
 
 
-def has_position_table(model: PreTrainedModel) -> bool:
-    """True if the model has learned positions, a table that ends at its length."""
-    length, tokens = trained_length(model), model.get_input_embeddings()
-    tables = (m for m in model.get_decoder().children() if isinstance(m, nn.Embedding))
-    # OPT's has two rows more.
-    return any(t is not tokens and t.num_embeddings - (length or 0) in (0, 2) for t in tables)
-
-
 def attention_module(model: PreTrainedModel, layer: int) -> nn.Module | None:
     """The attention module of a layer."""
     for module in _with_index(model, layer):

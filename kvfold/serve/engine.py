@@ -27,7 +27,8 @@ from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.identity import check_identifiable
-from kvfold.hf.models import has_position_table, text_config, trained_length
+from kvfold.hf.lookups import learned_positions
+from kvfold.hf.models import text_config, trained_length
 from kvfold.hf.user_text import Content
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
@@ -352,7 +353,8 @@ def _max_length(model: PreTrainedModel, allow_longer: bool) -> int | None:
 
     With `allow_longer` that is a table of learned positions, which has none beyond its end.
     """
-    return None if allow_longer and not has_position_table(model) else trained_length(model)
+    table = learned_positions(model) is not None
+    return None if allow_longer and not table else trained_length(model)
 
 
 def _check_no_files(method: Method) -> None:
