@@ -19,7 +19,7 @@ from kvfold.checks.batches import ROWS, batched, rows_of
 from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, distinct, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
-from kvfold.checks.overlap import tokenizer as splitter
+from kvfold.checks.overlap import WORDS
 from kvfold.checks.prompts import CheckPrompt, prompts_of
 from kvfold.checks.reading import MethodAtBudget, reading_order
 from kvfold.checks.records import RECORDS, CheckStore
@@ -102,7 +102,7 @@ def check(
         limit=LONGER * tokens,
         question_aware=question_aware,
         seed=seed,
-        words=splitter()[1],
+        words=WORDS,
     )
     subject = EvaluatedModel.of(_name(model), model, tokenizer)
     code = commit()

@@ -9,8 +9,9 @@ from kvfold.eval.metrics.base import MetricScore, best
 from kvfold.eval.metrics.longbench import code_sim
 from kvfold.eval.metrics.maths import equivalent, gsm8k_flexible
 from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh, words
-from kvfold.eval.metrics.rouge import google
+from kvfold.eval.metrics.rouge import in_any_script
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
+from kvfold.eval.metrics.words import folded, without_punctuation
 
 Named = Callable[[str, Sequence[str]], MetricScore]
 
@@ -21,18 +22,23 @@ def _exact(prediction: str, answer: str) -> MetricScore:
     return MetricScore(float(words(prediction) == words(answer)))
 
 
+def _after(clean: Callable[[str], str], metric: Named) -> Named:
+    """The metric of cleaned texts; the benchmarks' own metrics clean ASCII texts alone."""
+    return lambda prediction, answers: metric(clean(prediction), [*map(clean, answers)])
+
+
 def _best(metric: Callable[[str, str], MetricScore]) -> Named:
     return lambda prediction, answers: best(metric(prediction, answer) for answer in answers)
 
 
 NAMED: dict[str, Named] = {
-    "contains": string_match_part,
-    "contains_all": string_match_all,
-    "exact": _best(_exact),
-    "f1": _best(qa_f1),
+    "contains": _after(folded, string_match_part),
+    "contains_all": _after(folded, string_match_all),
+    "exact": _after(without_punctuation, _best(_exact)),
+    "f1": _after(without_punctuation, _best(qa_f1)),
     "f1_zh": _best(qa_f1_zh),
-    "rouge_l": lambda prediction, answers: google(prediction, answers, "rougeL"),
-    "rouge_lsum": lambda prediction, answers: google(prediction, answers, "rougeLsum"),
+    "rouge_l": lambda prediction, answers: in_any_script(prediction, answers, "rougeL"),
+    "rouge_lsum": lambda prediction, answers: in_any_script(prediction, answers, "rougeLsum"),
     "number": _best(gsm8k_flexible),
     "math": _best(equivalent),
     "code": _best(code_sim),
@@ -44,8 +50,8 @@ MEANS = {
     "exact": "equal words, without case, punctuation and articles (SQuAD's exact match)",
     "f1": "overlap of words (SQuAD's F1)",
     "f1_zh": "overlap of Chinese words (LongBench)",
-    "rouge_l": "ROUGE-L (rouge-score)",
-    "rouge_lsum": "ROUGE-L over lines, for summaries (rouge-score)",
+    "rouge_l": "ROUGE-L over words of any script (rouge-score)",
+    "rouge_lsum": "the same over lines, for summaries (rouge-score)",
     "number": "the last number is the answer (GSM8K)",
     "math": "the last \\boxed{} equals the answer as an expression (math-verify)",
     "code": "similarity of the first line of code (LongBench)",

@@ -3,7 +3,8 @@
 
 `pltrdy` is the package `rouge`, used by LongBench and LooGLE: its ROUGE-L is the union of longest
 common subsequences over sets of unique words, sentences split on "." only. `google` is the
-package `rouge-score`, used by InfiniteBench, SCBench and the needle pictures.
+package `rouge-score`, used by InfiniteBench, SCBench and the needle pictures. It splits texts into
+words of a-z and 0-9; `in_any_script` has its numbers over words of any script.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from kvfold.eval.metrics.base import MetricScore, library
 from kvfold.eval.metrics.overlap import segments
+from kvfold.eval.metrics.words import words
 
 
 def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "f") -> MetricScore:
@@ -51,6 +54,21 @@ def google(prediction: str, references: Sequence[str], kind: str) -> MetricScore
     return MetricScore(float(_google(kind).score_multi(references, prediction)[kind].fmeasure))
 
 
+def in_any_script(prediction: str, references: Sequence[str], kind: str) -> MetricScore:
+    """As `google`, over words of any script: the same for texts in ASCII."""
+    scorer = _google(kind, _AnyScript())
+    return MetricScore(float(scorer.score_multi(references, prediction)[kind].fmeasure))
+
+
+@dataclass(frozen=True)
+class _AnyScript:
+    """A tokenizer of package `rouge-score`."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return words(text)
+
+
 @functools.cache
-def _google(kind: str) -> Any:
-    return library("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=False)
+def _google(kind: str, tokenizer: _AnyScript | None = None) -> Any:
+    scorers = library("rouge_score.rouge_scorer")
+    return scorers.RougeScorer([kind], use_stemmer=False, tokenizer=tokenizer)
