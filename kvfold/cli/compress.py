@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +35,14 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvfold.jobs.compress import Job, LevelJob
+    from kvfold.jobs.compress import CompressJob, Job, LevelJob
     from kvfold.methods.stages.select.one_set import Rule
 
 
@@ -105,6 +105,9 @@ def command(
     ] = None,
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace context files that another request made.")
+    ] = False,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -121,12 +124,14 @@ def command(
         from kvfold.contexts.context import check_reusable
         from kvfold.contexts.levelled import level_of
         from kvfold.generation.pieces import check_per_chunk
-        from kvfold.jobs.compress import CompressJob, CompressOptions
+        from kvfold.jobs.compress import CompressJob, CompressOptions, check_options
         from kvfold.serve.context_folder import SUFFIX
     if any(path.suffix == SUFFIX for path in documents):
         job = _of_file(documents, out, level, prefill_chunk, codec)
         why = "a context file is read again by a method and a budget of its own"
         refuse_given(ctx, OF_TEXTS, why)
+        if _is_there(job.path, force):
+            job.check_there()
         return _compress_one(notes, model, loading, job, as_json)
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
@@ -158,18 +163,27 @@ def command(
         if len(documents) > 1 or ray is not None or budget is not None or level is not None:
             raise KvfoldError("--budgets is for one document, without --budget, --level and --ray")
         path, limits = _file(documents[0], out), budgets_of(method, budgets)
-        check_apart(paths_of(path, list(limits)), read_with(chosen, documents))
+        paths = paths_of(path, list(limits))
+        check_apart(paths, read_with(chosen, documents))
         text = read_text(documents[0], encoding)
-        compress_to_budgets(notes, model, loading, text, path, limits, options, as_json)
+        there = []
+        for each, part in zip(paths, limits.values(), strict=True):
+            if _is_there(each, force):
+                there.append(CompressJob(text, each, replace(options, budget=part)))
+                check_options(each, there[-1].options)
+        compress_to_budgets(notes, model, loading, text, path, limits, options, there, as_json)
     elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         check_apart([path], read_with(chosen, documents))
         text = read_text(documents[0], encoding)
-        _compress_one(notes, model, loading, CompressJob(text, path, options), as_json)
+        made = CompressJob(text, path, options)
+        if there := _is_there(path, force):
+            check_options(path, options)
+        _compress_one(notes, model, loading, made, as_json, [made] if there else [])
     else:
         from kvfold.cli.compress_many import compress_many
 
-        compress_many(notes, model, loading, documents, encoding, out, options, ray, as_json)
+        compress_many(notes, model, loading, documents, encoding, out, options, ray, force, as_json)
 
 
 def _of_file(
@@ -210,17 +224,32 @@ def _file(document: Path, out: Path | None) -> Path:
     return path
 
 
+def _is_there(path: Path, force: bool) -> bool:
+    """True if a file is to be compared with the request, as it may not be replaced unseen.
+
+    Raises KvfoldError for a file that is not of kvfold.
+    """
+    check_own(path)
+    return path.is_file() and not force
+
+
 def _compress_one(
     notes: Console,
     model: str,
     loading: Loading,
     job: Job,
     as_json: bool,
+    there: Sequence[CompressJob] = (),
 ) -> None:
-    """Compresses one document and prints kept entries and bytes."""
+    """Compresses one document and prints kept entries and bytes.
+
+    Raises KvfoldError for a file that is `there` of another model or of other tokens.
+    """
     from kvfold.contexts.files.format import read_header
+    from kvfold.jobs.compress import check_same
 
     network, tokenizer = load(model, loading, among_ranks=True)
+    check_same(there, network, tokenizer)
     with progress(notes) as bar, _watched(network, bar):
         context = job.made(network, tokenizer)
     path = job.path

@@ -17,7 +17,7 @@ from kvfold.terminal import console, print_json
 
 if TYPE_CHECKING:
     from kvfold.budget import Budget
-    from kvfold.jobs.compress import CompressOptions
+    from kvfold.jobs.compress import CompressJob, CompressOptions
 
 
 def budgets_of(method: str, texts: str) -> dict[str, Budget]:
@@ -45,14 +45,20 @@ def compress_to_budgets(
     path: Path,
     budgets: dict[str, Budget],
     options: CompressOptions,
+    there: Sequence[CompressJob],
     as_json: bool,
 ) -> None:
-    """Writes the files of `paths_of` and prints kept entries and bytes."""
+    """Writes the files of `paths_of` and prints kept entries and bytes.
+
+    Raises KvfoldError for a file that is `there` of another model or of other tokens.
+    """
     from kvfold.contexts.context import compress_each
+    from kvfold.jobs.compress import check_same
 
     if options.compress == "per_chunk":
         raise KvfoldError("per_chunk compresses while reading, to one budget: leave out --budgets")
     network, tokenizer = load(model, loading)
+    check_same(there, network, tokenizer)
     made: list[dict[str, Any]] = []
     with progress(notes) as bar:
         bar.add_task("reading", total=None)

@@ -19,12 +19,13 @@ from kvfold.jobs.compress import (
     CompressOptions,
     CompressResult,
     Job,
-    check_models,
     check_options,
+    check_same,
     check_texts,
     worker_spec,
 )
 from kvfold.jobs.executor import RunJobs, here
+from kvfold.jobs.outputs import check_own
 from kvfold.loading import Loading, load, load_tokenizer
 from kvfold.terminal import console, print_json
 
@@ -38,13 +39,14 @@ def compress_many(
     out: Path | None,
     options: CompressOptions,
     ray: str | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Compresses each document whose context file is missing or older; a rerun resumes.
 
     A document that fails is reported at the end, with exit code 1. Raises KvfoldError if an
     existing file was made with other options or fits, of other tokens, or with another model; with
-    Ray models are not compared, as none is loaded here.
+    Ray models are not compared, as none is loaded here. With `force` every document is compressed.
     """
     if any(str(document) == "-" for document in documents):
         raise KvfoldError("standard input is one document: give no other, and no --ray")
@@ -55,7 +57,8 @@ def compress_many(
     if twice:
         raise KvfoldError(f"several documents would become {min(twice)}: rename them")
     pairs = list(zip(documents, paths, strict=True))
-    there = {path for document, path in pairs if _is_newer(document, path)}
+    check_own(*paths)
+    there = {path for document, path in pairs if not force and _is_newer(document, path)}
     waiting = [(document, path) for document, path in pairs if path not in there]
     for path in sorted(there):
         check_options(path, options)
@@ -99,8 +102,7 @@ def _workers(
             check_texts(done_before, load_tokenizer(model, loading))
         return cluster(doing, ray, None)
     network, tokenizer = load(model, loading)
-    check_models([job.path for job in done_before], network, tokenizer)
-    check_texts(done_before, tokenizer)
+    check_same(done_before, network, tokenizer)
     return here(doing, network, tokenizer)
 
 

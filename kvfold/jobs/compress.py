@@ -6,7 +6,7 @@ Also of texts that files hold, levelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,10 @@ from kvfold.hf.identity import check_identifiable
 from kvfold.hf.user_text import Content
 from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
-from kvfold.methods.base import Method, spelled_out
+from kvfold.methods.base import Method, parse, spelled_out
 from kvfold.methods.stages.select.one_set import Rule
+
+REPLACE = "replace it with --force, or choose another --out"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def check_options(path: Path, options: CompressOptions) -> None:
         if found != wanted:
             raise KvfoldError(
                 f"{path} is there already, made with {option} {found} instead of {wanted}: "
-                "remove it, or write into another folder"
+                f"{REPLACE}"
             )
 
 
@@ -162,9 +164,16 @@ def check_texts(jobs: Iterable[CompressJob], tokenizer: PreTrainedTokenizerBase)
         if not torch.equal(found.long(), ids[0]):
             raise KvfoldError(
                 f"{job.path} is there already, made of other tokens than the document has now (by "
-                "its text, --encoding, --special-tokens or the chat template): remove it, or write "
-                "into another folder"
+                f"its text, --encoding, --special-tokens or the chat template): {REPLACE}"
             )
+
+
+def check_same(
+    jobs: Sequence[CompressJob], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises as `check_models` and `check_texts` for files that are there already."""
+    check_models([job.path for job in jobs], model, tokenizer)
+    check_texts(jobs, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,15 @@ class LevelJob:
         """The context; raises as `kvfold.load` and `Context.levelled`."""
         uneven = load_context(self.source, model, tokenizer)
         return uneven.levelled(self.rule, prefill_chunk=self.prefill_chunk)
+
+    def check_there(self) -> None:
+        """Raises KvfoldError for a file at `path` that is not the source's text, levelled so."""
+        with opened(self.path) as there, opened(self.source) as source:
+            method = level_of(parse(source.header.method), self.rule)
+            made = spelled_out(method), source.header.budget
+            same = (there.header.method, there.header.budget) == made
+            if not same or not torch.equal(there.tensor("ids"), source.tensor("ids")):
+                raise KvfoldError(f"{self.path} is there already, of another request: {REPLACE}")
 
 
 Job = CompressJob | LevelJob

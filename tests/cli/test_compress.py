@@ -102,7 +102,7 @@ def test_levelled_files_hold_one_set_and_what_it_changes(folder: Path, tmp_path:
     assert loaded.level is not None and loaded.level.model_dump() == level
     alone = kvfold.compress(model, tokenizer, PROMPT, "kvzip", 8).levelled("votes")
     assert_same(loaded.cache, alone.cache)
-    shown = CliRunner().invoke(app, [*given, "8", "--level", "mass"])
+    shown = CliRunner().invoke(app, [*given, "8", "--level", "mass", "--force"])
     assert shown.exit_code == 0 and "mean KL to that" in shown.output
 
 
@@ -196,3 +196,52 @@ def test_one_document_goes_into_a_folder_as_several_do(folder: Path, tmp_path: P
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
     assert [path.name for path in out.iterdir()] == ["one.kvfold"]
+
+
+def test_a_file_that_another_request_made_is_replaced_by_force_only(
+    folder: Path, tmp_path: Path
+) -> None:
+    text, other, out = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "a.kvfold"
+    text.write_text(PROMPT)
+    other.write_text(PROMPT + PROMPT)
+    given = ["compress", str(folder), "--out", str(out), "--method"]
+    assert CliRunner().invoke(app, [*given, "knorm", str(text)]).exit_code == 0
+    first = out.read_bytes()
+    assert CliRunner().invoke(app, [*given, "knorm", str(text)]).exit_code == 0  # as before
+    for changed, said in (
+        (["keydiff", str(text)], "made with method knorm"),
+        (["knorm", str(text), "--budget", "0.3"], "made with budget 0.5 of the tokens seen"),
+        (["knorm", str(other)], "made of other tokens than the document has now"),
+    ):
+        message = refused(*given, *changed)
+        assert said in message and "replace it with --force" in message
+        assert out.read_bytes() == first
+    assert CliRunner().invoke(app, [*given, "keydiff", str(other), "--force"]).exit_code == 0
+    assert out.read_bytes() != first
+
+
+def test_several_budgets_and_levels_replace_by_force_only(folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "a.kvfold"
+    text.write_text(PROMPT)
+    given = ["compress", str(folder), str(text), "--budgets", "0.5,6", "--method"]
+    assert CliRunner().invoke(app, [*given, "knorm"]).exit_code == 0
+    assert CliRunner().invoke(app, [*given, "knorm"]).exit_code == 0
+    assert "a-0.5.kvfold is there already" in refused(*given, "keydiff")
+    assert CliRunner().invoke(app, [*given, "keydiff", "--force"]).exit_code == 0
+    assert CliRunner().invoke(app, ["compress", str(folder), str(text)]).exit_code == 0
+    level = ["compress", str(folder), str(out), "--out", str(tmp_path / "level.kvfold"), "--level"]
+    for _ in range(2):
+        ran = CliRunner().invoke(app, [*level, "mass"])
+        assert ran.exit_code == 0, ran.output
+    assert "of another request: replace it with --force" in refused(*level, "votes")
+    assert CliRunner().invoke(app, [*level, "votes", "--force"]).exit_code == 0
+
+
+def test_no_force_replaces_a_file_that_is_not_of_kvfold(folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "notes.md"
+    text.write_text(PROMPT)
+    out.write_text("my notes")
+    given = ["compress", str(folder), str(text), "--method", "knorm", "--out", str(out)]
+    for options in ([], ["--force"]):
+        assert "notes.md is not of kvfold" in refused(*given, *options)
+    assert out.read_text() == "my notes"
