@@ -17,6 +17,7 @@ from kvfold.cli.console import progress
 from kvfold.cli.options import Json, checked_seed, refuse_given
 from kvfold.errors import KvfoldError
 from kvfold.terminal import messages, print_json
+from kvfold.writing import check_replaceable
 
 if TYPE_CHECKING:
     from kvfold.bench.lineup import Makers, Peer
@@ -152,6 +153,7 @@ def _check_out(out: Path, picture: bool) -> None:
     if out.suffix == ".png":
         raise KvfoldError(f"{out} is where the picture goes: name the records, such as bench.jsonl")
     drawn = out.with_suffix(".png")
+    check_replaceable(out, *([drawn] if picture else []))
     if picture and drawn.exists() and not out.exists():
         raise KvfoldError(
             f"{drawn} is there, without records of which it could be the picture: choose another "

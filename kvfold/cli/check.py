@@ -13,10 +13,10 @@ from rich.text import Text
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
 from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
-from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
+from kvfold.writing import write_text
 
 if TYPE_CHECKING:
     from kvfold.checks.result import CheckResult
@@ -117,11 +117,8 @@ def _show(screen: Console, result: CheckResult, out: Path, as_json: bool) -> Non
     from kvfold.checks.page import page
     from kvfold.cli.check_tables import cells_table, spans_table, verdict
 
-    try:
-        (out / RESULT).write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        (out / PAGE).write_text(page(result), encoding="utf-8")
-    except OSError as problem:
-        raise KvfoldError(f"cannot write into {out}: {problem}") from problem
+    write_text(out / RESULT, result.model_dump_json(indent=1) + "\n")
+    write_text(out / PAGE, page(result))
     if as_json:
         print_json(result.model_dump(mode="json"))
         return

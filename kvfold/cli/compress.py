@@ -38,6 +38,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
+from kvfold.writing import check_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,8 +214,6 @@ def _of_file(
 
 def _file(document: Path, out: Path | None) -> Path:
     """The path of a document's context file; raises KvfoldError if it cannot be written."""
-    from kvfold.contexts.files.write import check_place
-
     if out is None and str(document) == "-":
         raise KvfoldError("standard input has no name for the file: give --out")
     path = out or document.with_suffix(".kvfold")

@@ -23,6 +23,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart
 from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
+from kvfold.writing import check_place, write_text
 
 if TYPE_CHECKING:
     from kvfold.cli.measure import DemoResult, DemoTrial
@@ -134,6 +135,7 @@ def _prepare(page: Path) -> None:
         page.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise KvfoldError(f"cannot write {page}: {problem}") from problem
+    check_place(page)
 
 
 def _introduction(trial: DemoTrial) -> Group:
@@ -241,7 +243,4 @@ def _write(
 
     kept = {method: unknown[method, middle].positions for method in METHODS}
     picture = kept_figure(kept, unknown["full", None].stats.seen, trial.needles())
-    try:
-        page.write_text(whole(parts, picture), encoding="utf-8")
-    except OSError as problem:
-        raise KvfoldError(f"cannot write {page}: {problem}") from problem
+    write_text(page, whole(parts, picture))

@@ -27,6 +27,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
+from kvfold.writing import check_place
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import FitResult
@@ -79,7 +80,6 @@ def command(
     """Fit on your own model what zap, qfilter, triattention, duo, curve or a codec read."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
-        from kvfold.contexts.files.write import check_place
         from kvfold.fit.fit import FitResult, fit_scorer
         from kvfold.fit.kinds import other_fit
         from kvfold.fit.passages import drawn, too_short, without_passage

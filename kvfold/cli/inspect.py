@@ -25,6 +25,7 @@ from kvfold.cli.options import (
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console
+from kvfold.writing import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -209,6 +210,6 @@ def _write(
         for name, figure in zip(PICTURES, figures, strict=True):
             figure.savefig(folder / name)
         whole = page(title, document, layers, retentions)
-        (folder / PAGE).write_text(whole, encoding="utf-8")
+        write_text(folder / PAGE, whole)
     except OSError as problem:
         raise KvfoldError(f"cannot write to {folder}: {problem}") from problem

@@ -14,6 +14,7 @@ from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_own
 from kvfold.terminal import messages, print_json
+from kvfold.writing import check_replaceable
 
 PAGE, BESIDE = "index.html", ("records.csv", "report.md", "tasks.md")
 
@@ -33,6 +34,7 @@ def command(
         from kvfold.report.load import load_results
         from kvfold.report.write import write
     check_own(out / PAGE)
+    check_replaceable(*(out / name for name in BESIDE))
     theirs = next((name for name in BESIDE if (out / name).exists()), None)
     if theirs and not (out / PAGE).exists():
         raise KvfoldError(

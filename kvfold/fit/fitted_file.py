@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.contexts.files.write import replacing
 from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.fitted import Fitted
+from kvfold.writing import replacing
 
 
 def weights_of(model: PreTrainedModel) -> int:

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from kvfold.contexts.files.write import replacing
 from kvfold.errors import KvfoldError
 from kvfold.fit.sums import RidgeSums
 from kvfold.hf.header import digest
 from kvfold.hf.identity import model_header
+from kvfold.writing import check_replaceable, replacing
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import Features
@@ -49,6 +49,7 @@ class Progress:
         """
         path = out.with_name(f"{out.name}.partial")
         identity = [model_header(model).weights, str(model.dtype), target, seed, list(texts)]
+        check_replaceable(path)
         blank = cls(path, digest(json.dumps(identity)))
         return blank._stored(len(texts)) if resume and path.exists() else blank
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.files.write import check_place
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.generate import read_on
 from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import caches_latents
 from kvfold.hf.rotation import Rotation
+from kvfold.writing import check_place
 
 LEAST_TOKENS = 64  # of a text
 

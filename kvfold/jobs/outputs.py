@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvfold.errors import KvfoldError
+from kvfold.writing import check_replaceable
 
 BEGINNING = 1 << 20  # bytes in which a file of kvfold says so
 
@@ -25,7 +26,11 @@ def check_apart(
 
 
 def check_own(*paths: Path) -> None:
-    """Raises KvfoldError for a file that kvfold has not made, and would write over."""
+    """Raises KvfoldError for a file that kvfold has not made, and would write over.
+
+    Also for what is no regular file.
+    """
+    check_replaceable(*paths)
     for path in paths:
         if path.is_file() and b"kvfold" not in _beginning(path):
             raise KvfoldError(f"{path} is not of kvfold: choose another --out")

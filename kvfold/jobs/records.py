@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvfold.errors import KvfoldError
+from kvfold.writing import check_replaceable
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -34,6 +35,7 @@ class RecordFile(Generic[M]):
         A missing file has no records. Raises KvfoldError if a line is no record of this `kind`, or
         the file cannot be read.
         """
+        check_replaceable(self.path)  # a pipe would be waited for
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -53,6 +55,7 @@ class RecordFile(Generic[M]):
     def add(self, records: Iterable[M]) -> None:
         """Appends records; returns after fsync. Raises KvfoldError if they cannot be written."""
         lines = b"".join(record.model_dump_json().encode() + b"\n" for record in records)
+        check_replaceable(self.path)
         try:
             with self.path.open("ab") as file:
                 file.write(lines)

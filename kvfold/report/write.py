@@ -17,6 +17,7 @@ from kvfold.report.pictures import needles, pareto
 from kvfold.report.style import LineStyle, styles
 from kvfold.report.summary import rows
 from kvfold.report.tables import by_task, markdown, to_csv
+from kvfold.writing import check_replaceable, write_text
 
 
 class ReportFiles(NamedTuple):
@@ -43,17 +44,19 @@ def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
     paths = []
     for name, text in (texts(every, line_styles) | {"records.csv": to_csv(results)}).items():
         paths.append(folder / name)
-        paths[-1].write_text(text, encoding="utf-8", newline="")
+        write_text(paths[-1], text)
     for board, part in zip(every, slugs(titles(every)), strict=True):
         if board.scored or board.perplexities:
             drawn = pareto(board, line_styles)
             paths += [folder / f"pareto-{part}.png", folder / f"pareto-{part}.svg"]
+            check_replaceable(*paths[-2:])
             drawn.savefig(paths[-2], dpi=130)
             with matplotlib.rc_context({"svg.hashsalt": part}):
                 drawn.savefig(paths[-1], metadata={"Date": None})
         maps = needles(board.scored, line_styles)
         for name, figure in zip(slugs(list(maps)), maps.values(), strict=True):
             paths.append(folder / f"needles-{name}-{part}.png")
+            check_replaceable(paths[-1])
             figure.savefig(paths[-1], dpi=130)
     claims = {
         title: headline(board.overall(), board.when)

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as as_bytes
 from safetensors.torch import save_file
@@ -42,6 +38,7 @@ from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
 from kvfold.store.per_token import Quantizing
 from kvfold.store.quantized import Packing
+from kvfold.writing import check_replaceable, replacing
 
 if TYPE_CHECKING:
     from kvfold.contexts.context import Context
@@ -111,6 +108,7 @@ def save(
     """
     cache = context.cache
     _check(cache)
+    check_replaceable(Path(path))  # before the tensors are copied
     cache.binding.check_adapters()
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
@@ -177,37 +175,6 @@ def _write(
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))
         order_metadata(temporary)
-
-
-def check_place(path: Path) -> None:
-    """Raises KvfoldError if `path` is a folder, or in none, so that no file can be written."""
-    if path.is_dir() or not path.parent.is_dir():
-        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise KvfoldError(f"cannot write {path}: {what}")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to, which replaces `path` if the block succeeds.
-
-    The file's permissions stay. Raises KvfoldError if it cannot be written.
-    """
-    temporary = path.with_name(f".kvfold-{uuid.uuid4().hex}.tmp")  # short: the name may be long
-    try:
-        temporary.touch()
-        # safetensors may replace the file by one that only its owner can read.
-        rights = (path if path.is_file() else temporary).stat().st_mode
-        yield temporary
-        temporary.chmod(rights)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as problem:
-        raise KvfoldError(f"cannot write {path}: {problem}") from problem
-    finally:
-        # On a read-only disk there is no temporary file, and removing fails, too.
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _check(cache: CompressedCache) -> None:

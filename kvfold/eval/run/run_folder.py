@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvfold.contexts.files.write import replacing
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult, cell_result
@@ -17,6 +16,7 @@ from kvfold.eval.tasks import SampleRequest, Task, UnreadableSample, tasks
 from kvfold.jobs.executor import RunJobs
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.jobs.records import RecordFile
+from kvfold.writing import replacing
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
 

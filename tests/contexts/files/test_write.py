@@ -66,7 +66,7 @@ def test_an_error_while_writing_leaves_the_old_file(model, tokenizer, saved, tmp
 KILLED = """
 import sys, time
 from pathlib import Path
-from kvfold.contexts.files.write import replacing
+from kvfold.writing import replacing
 with replacing(Path(sys.argv[1])) as temporary:
     temporary.write_bytes(b"half")
     print("written", flush=True)

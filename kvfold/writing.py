@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places that can be written to, and the writer of whole files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from kvfold.errors import KvfoldError
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+# Their files are not stored: a rename would replace a device, or a link to an open pipe.
+SYSTEM = (Path("/dev"), Path("/dev/fd"), Path("/proc"), Path("/sys"))
+
+
+def check_place(path: Path) -> None:
+    """Raises KvfoldError if no file can be written at `path`, a folder, or in none; as below."""
+    if not path.is_dir() and not path.parent.is_dir():
+        raise KvfoldError(f"cannot write {path}: there is no folder {path.parent}")
+    check_replaceable(path)
+
+
+def check_replaceable(*paths: Path) -> None:
+    """Raises KvfoldError if something other than a regular file is at a path to write.
+
+    As a pipe, a device or a folder; a rename would put a file in its place.
+    """
+    for path in paths:
+        with suppress(OSError):  # writing tells why
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):
+                what = KINDS.get(stat.S_IFMT(mode), "no file")
+                raise KvfoldError(f"cannot write {path}: it is {what}, so name another file")
+            folder = path.parent.resolve()
+            if folder in SYSTEM or not {*SYSTEM[2:]}.isdisjoint(folder.parents):
+                raise KvfoldError(f"cannot write {path}: {folder} has no files of its own")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write to, which replaces `path` if the block succeeds.
+
+    The file's permissions stay. Raises KvfoldError if it cannot be written.
+    """
+    check_replaceable(path)
+    temporary = path.with_name(f".kvfold-{uuid.uuid4().hex}.tmp")  # short: the name may be long
+    try:
+        temporary.touch()
+        # safetensors may replace the file by one that only its owner can read.
+        rights = (path if path.is_file() else temporary).stat().st_mode
+        yield temporary
+        temporary.chmod(rights)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        check_replaceable(path)  # the writing took time
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as problem:
+        raise KvfoldError(f"cannot write {path}: {problem}") from problem
+    finally:
+        # On a read-only disk there is no temporary file, and removing fails, too.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text as it is, as `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
