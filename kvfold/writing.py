@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from safetensors import SafetensorError
 
@@ -30,6 +31,7 @@ def check_place(path: Path) -> None:
     if not path.is_dir() and not path.parent.is_dir():
         raise KvfoldError(f"cannot write {path}: there is no folder {path.parent}")
     check_replaceable(path)
+    check_folder(path.parent)
 
 
 def check_replaceable(*paths: Path) -> None:
@@ -46,6 +48,21 @@ def check_replaceable(*paths: Path) -> None:
             folder = path.parent.resolve()
             if folder in SYSTEM or not {*SYSTEM[2:]}.isdisjoint(folder.parents):
                 raise KvfoldError(f"cannot write {path}: {folder} has no files of its own")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises KvfoldError if no file can be written into a folder, which may be still to be made.
+
+    A trial file in it, or in the nearest folder above it, is removed again.
+    """
+    try:
+        nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        with TemporaryFile(dir=nearest):
+            pass
+    except NotADirectoryError as problem:
+        raise KvfoldError(f"cannot write into {folder}: a file is where it would be") from problem
+    except OSError as problem:
+        raise KvfoldError(f"cannot write into {folder}: {problem.strerror or problem}") from problem
 
 
 @contextmanager
@@ -67,7 +84,8 @@ def replacing(path: Path) -> Iterator[Path]:
         check_replaceable(path)  # the writing took time
         os.replace(temporary, path)
     except (OSError, SafetensorError) as problem:
-        raise KvfoldError(f"cannot write {path}: {problem}") from problem
+        told = getattr(problem, "strerror", None) or problem  # without the temporary file's name
+        raise KvfoldError(f"cannot write {path}: {told}") from problem
     finally:
         # On a read-only disk there is no temporary file, and removing fails, too.
         with suppress(OSError):

@@ -17,7 +17,7 @@ from kvfold.cli.console import progress
 from kvfold.cli.options import Json, checked_seed, refuse_given
 from kvfold.errors import KvfoldError
 from kvfold.terminal import messages, print_json
-from kvfold.writing import check_replaceable
+from kvfold.writing import check_folder, check_replaceable
 
 if TYPE_CHECKING:
     from kvfold.bench.lineup import Makers, Peer
@@ -150,6 +150,7 @@ def _check_given(ctx: typer.Context, throughput: str | None, peers: list[str]) -
 
 def _check_out(out: Path, picture: bool) -> None:
     """Raises KvfoldError if the `picture` of a new file of records would replace another file."""
+    check_folder(out.parent)
     if out.suffix == ".png":
         raise KvfoldError(f"{out} is where the picture goes: name the records, such as bench.jsonl")
     drawn = out.with_suffix(".png")

@@ -16,7 +16,7 @@ from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text,
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
-from kvfold.writing import write_text
+from kvfold.writing import check_folder, write_text
 
 if TYPE_CHECKING:
     from kvfold.checks.result import CheckResult
@@ -85,6 +85,7 @@ def command(
     contenders(named, amounts, question_aware)
     limits_of(tolerance)
     check_apart([out, *(out / made for made in (RECORDS, RESULT, PAGE))], [prompts, attacks])
+    check_folder(out)
     check_own(out / RESULT, out / PAGE)
     several(prompts_of(prompts))
     requests = [ATTACK] if attacks is None else read_text(attacks).splitlines()

@@ -178,9 +178,10 @@ def command(
         check_apart([path], read_with(chosen, documents))
         text = read_text(documents[0], encoding)
         made = CompressJob(text, path, options)
-        if there := _is_there(path, force):
+        before = [made] if _is_there(path, force) else []
+        if before:
             check_options(path, options)
-        _compress_one(notes, model, loading, made, as_json, [made] if there else [])
+        _compress_one(notes, model, loading, made, as_json, before)
     else:
         from kvfold.cli.compress_many import compress_many
 

@@ -28,6 +28,7 @@ from kvfold.jobs.executor import RunJobs, here
 from kvfold.jobs.outputs import check_own
 from kvfold.loading import Loading, load, load_tokenizer
 from kvfold.terminal import console, print_json
+from kvfold.writing import check_folder
 
 
 def compress_many(
@@ -58,6 +59,8 @@ def compress_many(
         raise KvfoldError(f"several documents would become {min(twice)}: rename them")
     pairs = list(zip(documents, paths, strict=True))
     check_own(*paths)
+    for folder in {path.parent for path in paths}:
+        check_folder(folder)
     there = {path for document, path in pairs if not force and _is_newer(document, path)}
     waiting = [(document, path) for document, path in pairs if path not in there]
     for path in sorted(there):

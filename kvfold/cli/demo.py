@@ -23,7 +23,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart
 from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
-from kvfold.writing import check_place, write_text
+from kvfold.writing import check_folder, check_place, write_text
 
 if TYPE_CHECKING:
     from kvfold.cli.measure import DemoResult, DemoTrial
@@ -131,10 +131,8 @@ def _prepare(page: Path) -> None:
     """Creates the page's folder before the run; raises KvfoldError if it cannot."""
     if page.suffix.lower() not in (".html", ".htm"):
         raise KvfoldError(f"the page is HTML: name it {page.with_suffix('.html')}")
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise KvfoldError(f"cannot write {page}: {problem}") from problem
+    check_folder(page.parent)
+    page.parent.mkdir(parents=True, exist_ok=True)
     check_place(page)
 
 

@@ -22,6 +22,7 @@ from kvfold.cli.options import Json, loading, with_options
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import messages, print_json
+from kvfold.writing import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,6 +154,7 @@ def command(
     )
     asked, named = numbers(lengths) if lengths else None, words(task)
     _check_places(haystack, word_lists, shots)
+    check_folder(out)
     check_unread(out, request)
     with_data(named, request)
     network, tokenizer = load(model, loading)

@@ -25,7 +25,7 @@ from kvfold.cli.options import (
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console
-from kvfold.writing import write_text
+from kvfold.writing import check_folder, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,6 +128,7 @@ def _folder(out: Path | None) -> Path:
     """The folder to write to; raises KvfoldError if it holds a page or picture already."""
     if out is None:
         out = next(each for each in map(_numbered, count(1)) if not each.exists())
+    check_folder(out)
     taken = [name for name in (PAGE, *PICTURES) if (out / name).exists()]
     if taken:
         raise KvfoldError(f"{out} already holds {taken[0]}: choose another folder with --out")

@@ -14,7 +14,7 @@ from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_own
 from kvfold.terminal import messages, print_json
-from kvfold.writing import check_replaceable
+from kvfold.writing import check_folder, check_replaceable
 
 PAGE, BESIDE = "index.html", ("records.csv", "report.md", "tasks.md")
 
@@ -33,6 +33,7 @@ def command(
     with screen.status("importing torch and matplotlib"):
         from kvfold.report.load import load_results
         from kvfold.report.write import write
+    check_folder(out)
     check_own(out / PAGE)
     check_replaceable(*(out / name for name in BESIDE))
     theirs = next((name for name in BESIDE if (out / name).exists()), None)

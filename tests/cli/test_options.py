@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from pathlib import Path
 
@@ -142,3 +144,40 @@ def test_a_warning_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kvfold.cli.methods.defaults", warned)
     assert kvfold_command("methods").stderr == "warning: re-routed to sdpa\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "--tasks", "niah", "--methods", "snapkv", "--out"),
+        ("check", "bundled", "{prompts}", "--methods", "snapkv", "--out"),
+        ("report", "{prompts}", "--out"),
+        ("inspect", "--prompt", "A text.", "--out"),
+        ("bench", "bundled", "--out"),
+        ("demo", "--page"),
+        ("compress", "bundled", "{prompts}", "--method", "snapkv", "--out"),
+        ("fit", "bundled", "{prompts}", "--out"),
+    ],
+)
+def test_places_that_cannot_be_written_are_found_before_a_model_is_loaded(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "One."}\n{"prompt": "Two."}\n')
+
+    def no_model(*_: object, **__: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("kvfold.loading._from_pretrained", no_model)
+    given = [each.format(prompts=prompts) for each in arguments]
+    out = prompts / "a.html"
+    message = refused(*given, str(out))
+    assert "cannot write" in message or "no folder" in message
+    assert "Errno" not in message and ".tmp" not in message
+    monkeypatch.setattr("kvfold.writing.TemporaryFile", full_disk)
+    message = refused(*given, str(tmp_path / "a.html"))
+    assert message.endswith("No space left on device") and "cannot write" in message
+
+
+def full_disk(dir: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(dir / "x.tmp"))
