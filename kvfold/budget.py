@@ -96,7 +96,7 @@ class Budget:
             return cls("tokens", _read_whole(text))
         if re.fullmatch(r"-?\d*\.\d+|\d+\.", text):
             return cls.ratio(float(text))
-        if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)%", text):
+        if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)\s*%", text):
             return cls.ratio(float(Decimal(text[:-1]) / 100))
         return cls.bytes(text)
 

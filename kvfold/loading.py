@@ -90,7 +90,7 @@ def load(
     else each loads all of it. Raises KvfoldError if there is no such model, or it cannot be loaded
     with these options.
     """
-    how = loading or Loading()
+    name, how = _with_gguf(name, loading or Loading())
     check_name(name, how)
     from kvfold.hf.parallel import parallel_options
 
@@ -109,7 +109,7 @@ def load(
 
 def load_tokenizer(name: str, loading: Loading | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name` alone; raises KvfoldError as `load`."""
-    how = loading or Loading()
+    name, how = _with_gguf(name, loading or Loading())
     check_name(name, how)
     from transformers import AutoTokenizer
 
@@ -134,6 +134,7 @@ def _named(name: str) -> Iterator[None]:
 
 def check_name(name: str, loading: Loading) -> None:
     """Raises KvfoldError for a model or adapter that cannot exist; loads and downloads nothing."""
+    name, loading = _with_gguf(name, loading)
     own = loading.revision or loading.gguf_file or loading.trust_remote_code
     if name == BUNDLED and own:
         raise KvfoldError("the bundled model has one revision and no code or GGUF file of its own")
@@ -144,11 +145,21 @@ def check_name(name: str, loading: Loading) -> None:
         if not (folder / loading.gguf_file).is_file():
             raise KvfoldError(f"there is no file {loading.gguf_file} in {name}")
     elif folder.is_dir() and name != BUNDLED and not _holds_model(folder):
+        found = next(iter(sorted(folder.glob("*.gguf"))), None)
+        remedy = "" if found is None else f"; for its GGUF file name {str(found)!r}"
         raise KvfoldError(
-            f"cannot load {name!r}: the folder holds no model, config.json is missing"
+            f"cannot load {name!r}: the folder holds no model, config.json is missing{remedy}"
         )
     if loading.adapter is not None:
         _check_place(loading.adapter, "adapter")
+
+
+def _with_gguf(name: str, loading: Loading) -> tuple[str, Loading]:
+    """The folder of a GGUF file that is given as the model, with the option that names the file."""
+    path = Path(name)
+    if path.suffix.lower() != ".gguf" or not path.is_file() or loading.gguf_file is not None:
+        return name, loading
+    return str(path.parent), replace(loading, gguf_file=path.name)
 
 
 def _check_place(name: str, what: str) -> None:

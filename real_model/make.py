@@ -203,6 +203,7 @@ def main() -> None:
         else:
             check(name)
             console().print(f"{name}: found")
+        console().print(f'next: kvfold run {name} --budget 0.5 --prompt "Who are you?"')
     except KvfoldError as refused:
         errors().print(Text(f"error: {refused}", style="red"))
         sys.exit(2)

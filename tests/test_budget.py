@@ -26,6 +26,7 @@ ONE = {"entry_bytes": 1, "layers": 1, "heads": 1, "rows": 1}
         ("0.2", "ratio", 0.2),
         (".2", "ratio", 0.2),
         ("20%", "ratio", 0.2),
+        ("20 %", "ratio", 0.2),
         ("12.5%", "ratio", 0.125),
         (1.0, "ratio", 1.0),
         ("1.0", "ratio", 1.0),

@@ -182,3 +182,19 @@ def test_workers_take_several_gpus_in_turn(monkeypatch):
         assert places(Loading()) == expected
     assert places(Loading(device="cpu")) == ["cpu"] * 4
     assert Loading(device_map="auto").of_worker(1) == Loading(device_map="auto")
+
+
+def test_a_gguf_file_s_path_is_taken(folder: Path) -> None:
+    by_path, tokenizer = load(str(folder / FILE))
+    by_option, _ = load(str(folder), Loading(gguf_file=FILE))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(by_path.parameters(), by_option.parameters(), strict=True)
+    )
+    assert load_tokenizer(str(folder / FILE)).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_folder_of_a_gguf_file_says_what_to_name(tmp_path: Path) -> None:
+    (tmp_path / FILE).touch()
+    said = refused("run", str(tmp_path), "--budget", "0.5", "--prompt", "the sky")
+    assert said.endswith(f"for its GGUF file name {str(tmp_path / FILE)!r}")
