@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import (
@@ -55,9 +58,45 @@ _FILES = (
 )  # fmt: skip
 
 
+PLUGINS = "kvfold.tasks"
+
+
 def tasks() -> dict[str, Task]:
-    """All tasks by name, generated ones first."""
-    return {task.name: task for file in _FILES for task in file.TASKS}
+    """All tasks by name, kvfold's generated ones first, those of installed packages last."""
+    own = {task.name: task for file in _FILES for task in file.TASKS}
+    taken = frozenset(own) | {task.benchmark for task in own.values()}
+    return own | {task.name: task for task in _installed(taken)}
+
+
+@cache
+def _installed(taken: frozenset[str]) -> tuple[Task, ...]:
+    """Tasks of installed packages, read once; warns about a plugin that fails or takes a name."""
+    found = dict[str, Task]()
+    for plugin in metadata.entry_points(group=PLUGINS):
+        try:
+            members = _members(plugin.load())
+            names = members.keys() | {task.benchmark for task in members.values()}
+            if twice := sorted(taken & names | found.keys() & members.keys()):
+                raise KvfoldError(f"the name {twice[0]!r} of a task or benchmark is taken")
+            found |= members
+        except Exception as problem:
+            package = plugin.dist.name if plugin.dist else "an unknown package"
+            said = " ".join(f"{type(problem).__name__}: {problem}".split())
+            warnings.warn(
+                f"the tasks of the plugin {plugin.name!r} ({plugin.value} of {package}) are left "
+                f"out, as it cannot be loaded: {said}",
+                stacklevel=3,
+            )
+    return tuple(found.values())
+
+
+def _members(loaded: object) -> dict[str, Task]:
+    """Tasks by name of a module with `TASKS`, of a tuple of tasks, or of one task."""
+    held = getattr(loaded, "TASKS", loaded)
+    members = [held] if isinstance(held, Task) else held
+    if not isinstance(members, list | tuple) or not all(isinstance(one, Task) for one in members):
+        raise KvfoldError("it names neither tasks nor a module whose TASKS are kvfold's Task")
+    return {task.name: task for task in members}
 
 
 def families() -> dict[str, list[Task]]:
