@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from typing import Any
 
@@ -16,14 +17,18 @@ HEAD = """\
 | kvpress | kvfold |
 |---|---|
 | `press = SnapKVPress(compression_ratio=0.8)` | `CompressedCache(model, "snapkv", budget=0.2)` |
-| `with press(model): model.generate(…)` | `kvfold.generate(model, …, cache=cache)` |
+| `with press(model): model.generate(…)` | `with kvfold.enable(model, "snapkv", 0.2): …` |
 | `compression_ratio`, the part removed | `budget`, the part kept, or tokens, or bytes |
 | hooks on all layers while `with` lasts | one attention function; caches share a model |
 | the ratio that was asked for | `cache.stats()`: entries and bytes of the tensors |
 
 ## Methods
+
+*Equal sets*: of {of} KV heads (layers × heads × prompts × budgets of a small random Llama), those
+in which both libraries keep the same tokens, by `python benchmarks/kvpress_sets.py`. Presses that
+need a download, a file or another part of kvfold have none.
 """
-COLUMNS = "| kvpress {version} | kvfold | what differs |\n|---|---|---|"
+COLUMNS = "| kvpress {version} | kvfold | equal sets | what differs |\n|---|---|---|---|"
 NONE = "## Without a counterpart\n\n| kvpress | why |\n|---|---|"
 
 
@@ -32,15 +37,23 @@ def table() -> dict[str, Any]:
     return tomllib.loads((DOCS / "kvpress.toml").read_text("utf-8"))
 
 
+def sets() -> dict[str, Any]:
+    """What benchmarks/kvpress_sets.py measured, by the press."""
+    measured: dict[str, Any] = json.loads((DOCS / "kvpress_sets.json").read_text("utf-8"))
+    return measured
+
+
 def page() -> str:
     """The page as Markdown; names of methods link to their pages."""
-    known = table()
+    known, measured = table(), sets()
     rows = [
-        f"| `{row['name']}` | {_linked(row['spec']) or row['instead']} | {row['differs'] or '–'} |"
+        f"| `{row['name']}` | {_linked(row['spec']) or row['instead']} | "
+        f"{measured.get(row['name'], {}).get('equal', '–')} | {row['differs'] or '–'} |"
         for row in known["press"]
     ]
+    (of,) = {each["of"] for each in measured.values()}
     absent = [f"| {row['name']} | {row['why']} |" for row in known["none"]]
-    return "\n".join([HEAD, COLUMNS.format(**known), *rows, "", NONE, *absent, ""])
+    return "\n".join([HEAD.format(of=of), COLUMNS.format(**known), *rows, "", NONE, *absent, ""])
 
 
 def _linked(spec: str) -> str:

@@ -84,8 +84,16 @@ def test_presets_named_after_kvpress_are_in_its_table(module) -> None:
     assert {name for name in kvfold.list_methods() if name.endswith("_kvpress")} <= specs
 
 
+def test_equal_sets_were_measured_with_the_specs_of_the_table(module) -> None:
+    kvpress = module("kvpress_page")
+    specs = {row["name"]: row["spec"] for row in kvpress.table()["press"]}
+    measured = kvpress.sets()
+    assert {name: each["spec"] for name, each in measured.items()}.items() <= specs.items()
+    assert all(0 <= each["equal"] <= each["of"] for each in measured.values())
+
+
 def test_the_page_for_users_of_kvpress_links_to_methods(module) -> None:
     page = module("kvpress_page").page()
-    assert "| `KnormPress` | [`knorm`](methods/knorm.md) | – |" in page
-    assert "| [`snapkv + adakv`](methods/adakv.md) |" in page
+    assert "| `KnormPress` | [`knorm`](methods/knorm.md) | 108 | – |" in page
+    assert "| [`snapkv_kvpress + adakv`](methods/adakv.md) | 108 |" in page
     assert "{version}" not in page
