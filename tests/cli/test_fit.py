@@ -79,7 +79,7 @@ def test_a_codec_is_fitted_and_used(book, tmp_path):
     assert found["ranks"] == [512, 512] and max(found["left_out"]) < 1e-3
     sizes = {}
     for codec in ("zstd", f"kvtc:file={basis},ratio=4"):
-        options = ["--method", "full", "--codec", codec, "--out", str(out)]
+        options = ["--method", "full", "--codec", codec, "--out", str(out), "--force"]
         sizes[codec] = run_json("compress", "bundled", str(book), *options)["bytes"]
         assert run_json("ask", "bundled", str(out), "What?", "--max-new-tokens", "3")
     assert min(sizes.values()) < 0.3 * sizes["zstd"]
