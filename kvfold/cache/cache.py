@@ -178,13 +178,14 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable
-    def forward_begins(self, ids: Tensor | None, mask: Tensor | None) -> None:
+    def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and the binding's checks."""
         first = self.states[0]
         self.binding.check_forward(ids, first.plan.stages.positions)
+        self.binding.check_rope(start := self.get_seq_length(), self.tokens_read, new)
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
-        self._forward.begin(start := self.get_seq_length(), self._is_level)
+        self._forward.begin(start, self._is_level)
         check_whole_mask(self, mask)
         self.phase.expect(ids, start)
         first.waiting.take_unjudged()  # of a forward that failed

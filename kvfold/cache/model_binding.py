@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from kvfold.hf.adapters import active_adapters
 from kvfold.hf.attention import is_routed
 from kvfold.hf.image_spans import tokens_off_columns
 from kvfold.hf.models import text_config
+from kvfold.hf.rope_lengths import RopeLengths
 from kvfold.hf.stock_layers import never_sliding_windows
 from kvfold.methods.stages.decode import Positions
 
@@ -35,6 +37,7 @@ class ModelBinding:
         self.config = text_config(model)
         self.tokenizer = tokenizer
         self.image_tokens = tokens_off_columns(model)
+        self.rope = RopeLengths.of(model)
         self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
         self.adapters: tuple[str, ...] | None = None
@@ -64,6 +67,16 @@ class ModelBinding:
         generated = ids is not None and ids.shape[1] == 1  # no image, and no wait for a GPU
         if positions != "original" and not generated:
             self.check_images(ids, UNMOVED)
+
+    def check_rope(self, seen: int, tokens_read: Callable[[], Tensor | None], new: int) -> None:
+        """Raises as `RopeLengths.check` for `new` columns behind `seen`, or behind its tokens."""
+        if self.rope is None:
+            return
+        self.rope.check(seen, seen + new)
+        real = tokens_read()
+        if real is not None:  # positions leave padding out, where the caller gives them
+            tokens = int(real.sum(-1).max())
+            self.rope.check(tokens, tokens + new)
 
     def check_images(self, ids: Tensor | None, instead: str) -> None:
         """Raises UnsupportedModel if `ids [B, S]` hold an image that shifts later positions.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History
-from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.errors import KvfoldError
 from kvfold.generation.assisted import ASSISTED, after_prompt, check_assistable
 from kvfold.generation.inputs import (
     check_given,
@@ -35,7 +35,7 @@ from kvfold.generation.pieces import (
     piece_of,
 )
 from kvfold.generation.reconstruct import reconstruct
-from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
+from kvfold.generation.resume import IdsRead, Resumption, Reuse, past_switch, resumption
 from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.lookups import check_answer, check_tokens
@@ -112,13 +112,14 @@ def generate(
         raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
     if compile:
         check_compiled(model, cache, options)
+    new = _new_tokens(settings, input_ids.shape[1])
     resumed = resumption(cache, input_ids, attention_mask, reuse)
+    resumed = past_switch(model, resumed, input_ids.shape[1], new)
     check_windows(resumed, attention_mask)
     if assisted:
         return _assisted(model, input_ids, resumed, attention_mask, chunk, settings, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    new = _new_tokens(settings, input_ids.shape[1])
-    stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
+    stop = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
     stop = max(stop, before_padding(attention_mask, resumed.seen))
     check_padding(attention_mask, resumed.seen, stop, chunk, per_chunk)
     if stop > resumed.seen:
@@ -148,8 +149,8 @@ def _read_ahead(
     chunk: int,
     rows: int,
     per_chunk: bool,
-) -> tuple[int, int]:
-    """The columns to read before `model.generate` reads the rest, and the length of a piece.
+) -> int:
+    """The columns to read before `model.generate` reads the rest.
 
     `new` tokens are generated at most, in `rows` rows of each prompt (beams, or answers).
     """
@@ -158,8 +159,8 @@ def _read_ahead(
     if resumed.own_forwards:
         stop = total - 1
         check_pieces(cache.method, chunk, stop)
-    elif _must_read_first(model, cache, total, new):
-        stop, chunk = total - 1, total
+    elif cache.binding.rope is not None and cache.binding.rope.switch_before(total + new) > seen:
+        stop = total - 1  # else `generate` would drop the cache, or mix frequencies
     elif restarts(model) and (seen > 0 or chunk < total):
         stop = total - 1  # token by token
     elif per_chunk:
@@ -169,7 +170,7 @@ def _read_ahead(
     elif rows > 1 and seen > 0:
         # Rows are multiplied after reading all but the last token, so that this is read once.
         stop = total - 1
-    return stop, chunk
+    return stop
 
 
 def _decode(
@@ -252,7 +253,7 @@ def read_per_chunk(
     """
     chunk = check_per_chunk(cache.method, chunk)
     start, total = cache.get_seq_length(), input_ids.shape[1]
-    for end in piece_ends(start, total, chunk):
+    for end in _behind_switch(cache, start, total, piece_ends(start, total, chunk)):
         with cache.reading(until=end):
             _read(model, input_ids, cache, mask, start, end, chunk)
         start = end
@@ -278,10 +279,18 @@ def _read(
             f"{type(model).__name__} reads token by token after the first piece, and would not "
             "skip padding there: leave out prefill_chunk="
         )
-    for begin, end in pairwise([start, *forward_ends(mask, start, stop, chunk)]):
+    ends = _behind_switch(cache, start, stop, forward_ends(mask, start, stop, chunk))
+    for begin, end in pairwise([start, *ends]):
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         read_tokens(model, input_ids[:, begin:end], cache, padded)
+
+
+def _behind_switch(cache: CompressedCache, start: int, stop: int, ends: list[int]) -> list[int]:
+    """Ends of pieces of a text that begins anew, the first of them behind where RoPE changes."""
+    rope = cache.binding.rope
+    switch = 0 if rope is None or start else rope.switch_before(stop)
+    return [end for end in ends if end > switch]
 
 
 def check_compress(when: str) -> None:
@@ -303,23 +312,6 @@ def _new_tokens(settings: Any, total: int) -> int:
     if settings.max_new_tokens is not None:
         return int(settings.max_new_tokens)
     return NEW_TOKENS if settings.max_length is None else max(0, int(settings.max_length) - total)
-
-
-def _must_read_first(model: PreTrainedModel, cache: CompressedCache, total: int, new: int) -> bool:
-    """True if `generate` would drop the cache unless most of the prompt is read before.
-
-    Raises UnsupportedModel if generation itself would pass the length at which it is dropped.
-    """
-    limit = cache.dropping_length
-    if limit is None or total + new <= limit:
-        return False
-    if total - 1 <= limit:
-        raise UnsupportedModel(
-            f"{type(model).__name__} changes its rotary frequencies at {limit} tokens and then "
-            f"drops every cache: this prompt of {total} tokens would pass that length while "
-            f"generating {new}; use a longer prompt or fewer new tokens"
-        )
-    return True
 
 
 def _assisted(

@@ -9,10 +9,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History, columns_read
-from kvfold.errors import KvfoldError
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.hf.models import text_config
 
 # Use of a cache that has read another text: None refuses, "prefix" goes back to the shared prefix
 Reuse = Literal["prefix"]
@@ -90,6 +92,34 @@ def _prefix(cache: CompressedCache, shared: int) -> Resumption:
             "the cache cannot start anew inside `with cache.frozen():` or `cache.reading():`"
         )
     return Resumption(cache, 0, reads_by_itself)
+
+
+def past_switch(model: PreTrainedModel, resumed: Resumption, total: int, new: int) -> Resumption:
+    """The resumption, or one from the beginning where RoPE changes behind the tokens read before.
+
+    For a prompt of `total` tokens and `new` ones. Raises UnsupportedModel where these pass the
+    change, and where a text that was evicted from, or whose images were read, would begin anew.
+    """
+    cache, rope = resumed.cache, resumed.cache.binding.rope
+    if rope is None:
+        return resumed
+    rope.check(0, total + new)
+    switch = rope.switch_before(total + new)
+    if switch and total - 1 <= switch and resumed.seen <= switch:
+        raise UnsupportedModel(
+            f"{rope.name} changes its rotary frequencies at {switch} tokens, and keys in a cache "
+            f"do not follow: this prompt of {total} tokens would pass that length while "
+            f"generating {new}; use a longer prompt or fewer new tokens"
+        )
+    if not 0 < resumed.seen <= switch:
+        return resumed
+    if cache.phase.frozen or cache.phase.reading or text_config(model) is not model.config:
+        rope.check(resumed.seen, total + new)
+    try:
+        cache.check_crop(-cache.get_seq_length())
+    except KvfoldError:
+        rope.check(resumed.seen, total + new)
+    return Resumption(cache, 0, cache.method.stages().runs_own_forwards)
 
 
 class IdsRead:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from kvfold.errors import KvfoldError
 from kvfold.hf import rope_deltas
 from kvfold.hf.lookups import check_forward, learned_positions
+from kvfold.hf.rope_lengths import serialize
 from kvfold.hf.versions import CACHE, CACHE_NAMES, given_cache
 
 
@@ -34,8 +35,8 @@ class ToldOfForwards(ABC):
         """Columns read."""
 
     @abstractmethod
-    def forward_begins(self, ids: Tensor | None, mask: Tensor | None) -> None:
-        """Called before a forward stores anything; an error raised here fails the forward.
+    def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
+        """Called before a forward of `new` tokens stores anything; an error here fails it.
 
         `ids [B, S]` are its inputs, None for embeddings; `mask [B, Hq or 1, S, N]` is the caller's,
         None for one that the model makes.
@@ -66,6 +67,7 @@ def watch(model: nn.Module) -> None:
             model.register_forward_pre_hook(_begins, with_kwargs=True),
             model.register_forward_hook(_returned, with_kwargs=True),
         ]
+        _watched[model] += serialize(model)
         holders = rope_deltas.holders(model)
         if holders:
             _watched[model] += [
@@ -121,7 +123,9 @@ def _begins(
         )
     mask = kwargs.get("attention_mask")
     whole = isinstance(mask, Tensor) and mask.dim() == 4
-    cache.forward_begins(_ids(args, kwargs), mask if whole else None)
+    ids = _ids(args, kwargs)
+    given = kwargs.get("inputs_embeds") if ids is None else ids
+    cache.forward_begins(ids, mask if whole else None, 0 if given is None else given.shape[1])
     cache.logits_kept = kwargs.get("logits_to_keep", 0)
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None

@@ -52,10 +52,10 @@ class GraphCache(Cache, ToldOfForwards):
         self.layers = [fixed(layer, self.room) for layer in own]
         self.seen = self.cache.get_seq_length()
 
-    def forward_begins(self, ids: Tensor | None, mask: Tensor | None) -> None:
+    def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Tells the cache of a forward outside of graphs; its mask is transformers'."""
         if not torch.compiler.is_compiling():
-            self.cache.forward_begins(ids, None)
+            self.cache.forward_begins(ids, None, new)
 
     def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
         """Tells the cache of a returned forward outside of graphs."""
