@@ -333,8 +333,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         reset_layers(self.layers)
         self.phase.reset()
         self.states[0].waiting.reset()
-        self.per_chunk = None
-        self._before_freezing = self.rope_deltas = self.binding.adapters = None
+        self.per_chunk = self._before_freezing = self.rope_deltas = self.binding.adapters = None
         self._forward.close()
         self.binding.answered()
 
