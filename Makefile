@@ -12,7 +12,11 @@ LMCACHE_NEEDS := aiofiles aiohttp blake3 cachetools cryptography fastapi httpx m
 	"numpy<=2.2.6" "opentelemetry-api<=1.40.0" "opentelemetry-exporter-otlp<=1.40.0" \
 	"opentelemetry-exporter-prometheus<=0.61b0" "prometheus_client<=0.24.1" psutil py-cpuinfo \
 	pyyaml pyzmq requests "setuptools<81" sortedcontainers uvicorn
+LITELLM ?= litellm==1.110.2
 TORCHAO ?= torchao==0.18.0
+# The ends of the range of transformers in kvfold/hf/versions.py, and the tests that both pass.
+ENDS := 5.15.0 5.24.0
+OF_ENDS := tests/hf tests/attention tests/cache tests/generation tests/contexts
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
@@ -29,7 +33,7 @@ override BOOK := $(call at_home,$(BOOK))
 # Recipes take them from the environment, as paths may hold spaces and quotes.
 export REAL BOOK
 
-.PHONY: demo real fits test quick test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
+.PHONY: demo real fits test quick test-ends test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
 	check docs models train clean
 
 demo: .venv/ready $(if $(REAL),real)
@@ -51,6 +55,12 @@ test: .venv/ready .venv-litellm/ready
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# The fast tests of the cache with the oldest and the newest transformers.
+test-ends: $(ENDS:%=.venv-ends/%/ready)
+	set -e; for end in $(ENDS); do \
+		.venv-ends/$$end/bin/python -m pytest -n auto -m "not slow" $(OF_ENDS); \
+	done
 
 # Chromium as the system packages it: apt install chromium, or CHROMIUM=path.
 test-pages: .venv/ready
@@ -117,10 +127,17 @@ train: .venv/ready
 	$(BIN)/pip install --quiet --no-deps --target .torchao "$(TORCHAO)"
 	touch $@
 
+.venv-ends/%/ready: pyproject.toml
+	test -x .venv-ends/$*/bin/pip || $(PYTHON) -m venv .venv-ends/$*
+	.venv-ends/$*/bin/python -c "import torch" 2>/dev/null || .venv-ends/$*/bin/pip install --quiet "$(TORCH)"
+	.venv-ends/$*/bin/pip install --quiet --editable ".[codec,serve]" "transformers==$*" \
+		pytest pytest-xdist hypothesis peft httpx openai
+	touch $@
+
 # LiteLLM pins an older huggingface_hub than transformers needs; a test of it is skipped without.
 .venv-litellm/ready:
 	test -x .venv-litellm/bin/pip || $(PYTHON) -m venv .venv-litellm
-	.venv-litellm/bin/pip install --quiet litellm && touch $@ || echo "without LiteLLM"
+	.venv-litellm/bin/pip install --quiet $(LITELLM) && touch $@ || echo "without LiteLLM"
 
 clean:
-	rm -rf .venv .venv-vllm .venv-lmcache .venv-litellm .torchao site
+	rm -rf .venv .venv-vllm .venv-lmcache .venv-litellm .venv-ends .torchao site

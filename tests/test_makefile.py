@@ -12,7 +12,7 @@ import pytest
 import kvfold
 
 MAKEFILE = Path(kvfold.__file__).parents[1] / "Makefile"
-VENVS = (".venv", ".venv-vllm", ".venv-lmcache", ".venv-litellm")
+VENVS = (".venv", ".venv-vllm", ".venv-lmcache", ".venv-litellm", ".venv-ends/5.24.0")
 # Writes its name and arguments, one a line.
 TELLS = """#!/bin/sh
 printf '%s\\n' "${0##*/}" "$@" "REAL is $REAL" >> told

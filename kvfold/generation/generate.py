@@ -123,7 +123,7 @@ def generate(
     stop = max(stop, before_padding(attention_mask, resumed.seen))
     check_padding(attention_mask, resumed.seen, stop, chunk, per_chunk)
     if stop > resumed.seen:
-        check_read_ahead(model, resumed, options, attention_mask[:, resumed.seen : stop])
+        check_read_ahead(model, resumed, settings, options, attention_mask[:, resumed.seen : stop])
     resumed.go_back()
     try:
         if stop > resumed.seen and per_chunk:
@@ -332,7 +332,7 @@ def _assisted(
             f"recurrent layers of {type(model).__name__} begin anew in a forward of several "
             "tokens, by which assisted decoding checks its drafts: leave it out"
         )
-    check_read_ahead(model, resumed, options, mask[:, resumed.seen : last])
+    check_read_ahead(model, resumed, settings, options, mask[:, resumed.seen : last])
     check_padding(mask, resumed.seen, last, chunk)
     if resumed.own_forwards:
         check_pieces(cache.method, chunk, last)

@@ -23,6 +23,8 @@ from kvfold.methods.base import Method
 
 # Caches that a generation configuration may ask for, and transformers then makes none of.
 IGNORED_CACHES = (None, "hybrid")
+# Outputs of `generate` that have a row for each token of the prompt.
+OF_PROMPT = ("output_attentions", "output_hidden_states")
 # Options of `kvfold.generate` for which it reads the prompt by its ids.
 BY_IDS = ("prefill_chunk", "compress", "compile", "reuse")
 
@@ -117,12 +119,19 @@ def later_features(
 
 
 def check_read_ahead(
-    model: Any, resumed: Resumption, options: dict[str, Any], ahead: Tensor
+    model: Any, resumed: Resumption, settings: Any, options: dict[str, Any], ahead: Tensor
 ) -> None:
     """Raises KvfoldError for what cannot be read ahead: inputs of the model's forward, or padding.
 
-    `ahead [B, n]` is the mask of the columns to be read.
+    So are outputs of the prompt that the generation `settings` ask for. `ahead [B, n]` is the mask
+    of the columns to be read.
     """
+    asked = [name for name in OF_PROMPT if getattr(settings, name, None)]
+    if asked and settings.return_dict_in_generate:
+        raise KvfoldError(
+            f"{asked[0]}=True gives out those of the whole prompt, most of which is read ahead of "
+            "generate here: leave it out, or read the prompt in one forward"
+        )
     if resumed.own_forwards and not bool(ahead.any()):
         raise KvfoldError(
             f"{resumed.cache.method} reads the prompt but for its last token, and here that is "

@@ -12,9 +12,11 @@ from torch import Tensor
 import kvfold
 from kvfold.errors import KvfoldError
 from tests.helpers.contexts import DOCUMENT, new_model
+from tests.helpers.longrope import assists
 from tests.helpers.models import build, prompts
 from tests.helpers.tokenizers import word_tokenizer
 
+pytestmark = assists
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 3, "do_sample": False}
 
 
@@ -74,6 +76,16 @@ def test_settings_that_read_the_prompt_are_refused(model, option):
     (name,) = option
     with pytest.raises(KvfoldError, match=f"{name}=.* reads the prompt"):
         assisted(model, ids, max_new_tokens=4, **option)
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+@pytest.mark.parametrize("ahead", [LOOKUP, {"prefill_chunk": 10}], ids=str)
+def test_outputs_of_a_prompt_that_is_read_ahead_are_refused(model, name, ahead):
+    (ids, _), options = prompts((40,)), {"return_dict_in_generate": True, name: True}
+    with pytest.raises(KvfoldError, match=f"{name}=True .* ahead of generate"):
+        cache = kvfold.CompressedCache(model, "full")
+        kvfold.generate(model, ids, cache=cache, max_new_tokens=4, **ahead, **options)
+    assert cache.get_seq_length() == 0
 
 
 def test_an_answer_ends_at_its_stop_string():

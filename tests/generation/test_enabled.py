@@ -14,7 +14,7 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError
 from tests.helpers.caches import GREEDY
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
-from tests.helpers.longrope import longrope
+from tests.helpers.longrope import longrope, notices_drops
 from tests.helpers.models import build, prompts
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import stock_cache
@@ -168,6 +168,7 @@ def test_embeddings_are_refused_where_ids_are_read(model, spec, options, reason)
         model.generate(inputs_embeds=embedded, **options, **GREEDY)
 
 
+@notices_drops
 def test_embeddings_are_refused_where_the_model_drops_its_cache():
     model = longrope()
     kvfold.enable(model, "knorm", 20)

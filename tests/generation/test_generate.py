@@ -7,14 +7,12 @@ import math
 
 import pytest
 import torch
-import transformers
 from packaging.version import Version
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.hf import versions
-from kvfold.hf.versions import ASSISTED_FROM
 from tests.helpers.budgets import (
     COMPRESSING,
     HOLDING,
@@ -30,7 +28,7 @@ from tests.helpers.caches import (
     kept,
     positions,
 )
-from tests.helpers.longrope import longrope
+from tests.helpers.longrope import assists, longrope
 from tests.helpers.models import COUNTING_OTHERWISE, build, continuation, prompts
 from tests.helpers.truth import Reader, stock_cache, worst
 
@@ -143,15 +141,10 @@ def test_beams_go_on_from_an_earlier_turn(model):
     assert torch.equal(*outs)
 
 
-assisted = pytest.mark.skipif(
-    Version(transformers.__version__) < ASSISTED_FROM, reason="refused by this transformers"
-)
-
-
 IN_ROUNDS = [spec for spec in COMPRESSING if kvfold.parse(spec).stages().decode == "every"]
 
 
-@assisted
+@assists
 @pytest.mark.parametrize("spec", [spec for spec in COMPRESSING if spec not in IN_ROUNDS])
 @pytest.mark.parametrize("helper", ["prompt lookup", "assistant"])
 def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
@@ -169,7 +162,7 @@ def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
     assert torch.equal(got, expected)
 
 
-@assisted
+@assists
 @pytest.mark.parametrize(("spec", "budget"), [("kvzip", 60), ("pyramidinfer", None)])
 def test_assistance_follows_a_method_s_own_forwards(spec, budget):
     model, tokenizer = kvfold.bundled_model()
@@ -193,7 +186,7 @@ def test_assistance_follows_a_method_s_own_forwards(spec, budget):
     assert torch.equal(got, expected)
 
 
-@assisted
+@assists
 @pytest.mark.parametrize("spec", ["snapkv:window=8 + every:interval=4", *IN_ROUNDS])
 def test_assistance_is_refused_to_methods_in_rounds(model, spec):
     """A frozen cache has no rounds, and would grow by the whole answer."""
@@ -203,7 +196,7 @@ def test_assistance_is_refused_to_methods_in_rounds(model, spec):
     assert cache.get_seq_length() == 0
 
 
-@assisted
+@assists
 def test_assistance_works_with_sliding_layers():
     model = build("gemma3", torch.float64)
     ids = prompts((30,))[0].repeat(1, 2)
@@ -316,6 +309,7 @@ def test_a_later_turn_is_padded_behind_an_answer(model, spec, budget, padding):
         assert torch.equal(answers[row], answer)
 
 
+@assists
 @pytest.mark.parametrize("length", [10, 30])
 def test_the_default_length_counts_new_tokens(model, length):
     ids = prompts((length,))[0]

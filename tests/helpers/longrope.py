@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose frequencies change with the length of the text."""
+"""A model whose frequencies change with the length of the text, and what older versions refuse."""
 
 from __future__ import annotations
 
 import pytest
-import transformers
-from packaging.version import Version
 
-from kvfold.hf.versions import TELLS_CACHE_FROM
+from kvfold.hf.versions import ASSISTED_FROM, INSTALLED, TELLS_CACHE_FROM
 from tests.helpers.models import (
     build,
 )
@@ -27,6 +25,6 @@ def longrope():
 
 
 notices_drops = pytest.mark.skipif(
-    Version(transformers.__version__) < TELLS_CACHE_FROM,
-    reason="refused by this transformers",
+    INSTALLED < TELLS_CACHE_FROM, reason="refused by this transformers"
 )
+assists = pytest.mark.skipif(INSTALLED < ASSISTED_FROM, reason="refused by this transformers")

@@ -14,6 +14,7 @@ from kvfold import CompressedCache, KvfoldError
 from kvfold.hf.recurrent import restarts
 from tests.helpers.caches import ALONE, BATCHES
 from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.longrope import assists
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import worst
@@ -81,6 +82,7 @@ def test_a_question_to_a_context_goes_on_from_the_document():
     assert asked == tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
+@assists
 def test_assisted_decoding_is_refused():
     model, ids = build("jamba"), prompts(ALONE)[0]
     cache = CompressedCache(model, "snapkv:window=8", 20)
