@@ -14,6 +14,7 @@ from kvfold import BudgetError, CompressedCache, KvfoldError
 from kvfold.cache.layer import CompressedLayer
 from tests.helpers.budgets import COMPRESSING
 from tests.helpers.caches import GREEDY, PADDED, decode, kept, positions
+from tests.helpers.longrope import assists
 from tests.helpers.models import build, prompts
 from tests.helpers.truth import Reader
 
@@ -148,6 +149,7 @@ def test_protected_spans_are_part_of_the_bound(model):
         CompressedCache(model, "knorm", max_cache_tokens=40, protect=[(0, 30)])
 
 
+@assists
 @pytest.mark.parametrize("spec", ["h2o", "knorm"])
 def test_assisted_decoding_has_no_bound_and_is_refused(model, spec):
     cache = CompressedCache(model, spec, max_cache_tokens=40)
