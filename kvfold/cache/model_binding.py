@@ -15,6 +15,7 @@ from kvfold.attention import handshake
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.adapters import active_adapters
 from kvfold.hf.attention import is_routed
+from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.image_spans import tokens_off_columns
 from kvfold.hf.models import text_config
 from kvfold.hf.rope_lengths import RopeLengths
@@ -29,13 +30,17 @@ class KeysLost(UnsupportedModel):
 
 
 class ModelBinding:
-    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run."""
+    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run.
+
+    `frame` is the chat template around its text; None: the tokenizer's own.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
         self.name = type(model).__name__
         self.config = text_config(model)
         self.tokenizer = tokenizer
+        self.frame: PromptFrame | None = None
         self.image_tokens = tokens_off_columns(model)
         self.rope = RopeLengths.of(model)
         self.window = min(never_sliding_windows(model).values(), default=None)

@@ -16,9 +16,11 @@ from kvfold.cli.options import (
     MaxNewTokens,
     SamplingOptions,
     SpecialTokens,
+    TemplateArguments,
     loading,
     read_text,
     sampling,
+    template_arguments,
     with_options,
 )
 from kvfold.cli.run import show
@@ -38,6 +40,7 @@ def command(
     ] = None,
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,
+    template: TemplateArguments = None,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -54,7 +57,7 @@ def command(
     held = kvfold.load(context, network, tokenizer)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop or ()}
     options |= {"special_tokens": special_tokens, "allow_longer": allow_longer}
-    options |= sampling.options()
+    options |= sampling.options() | {"template": template_arguments(template)}
     if as_json:
         print_json({"answer": held.ask(asked, **options), "stats": stats_json(held.stats())})
         return

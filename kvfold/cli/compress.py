@@ -27,11 +27,13 @@ from kvfold.cli.options import (
     MethodText,
     ModelName,
     SpecialTokens,
+    TemplateArguments,
     checked,
     loading,
     read_text,
     read_with,
     refuse_given,
+    template_arguments,
     with_options,
 )
 from kvfold.errors import KvfoldError
@@ -52,7 +54,7 @@ BUDGET = "0.5"
 # Parameters without a meaning for a context file, which is read again as it was made.
 OF_TEXTS = (
     "method", "budget", "budgets", "keep_scores", "encoding", "compress", "seed", "ray",
-    "special_tokens", "allow_longer",
+    "special_tokens", "allow_longer", "system", "template",
 )  # fmt: skip
 
 
@@ -109,6 +111,10 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Replace context files that another request made.")
     ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before the document.")
+    ] = None,
+    template: TemplateArguments = None,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -159,6 +165,8 @@ def command(
         keep_scores,
         codec,
         level,
+        system,
+        template_arguments(template),
     )
     if budgets is not None:
         if len(documents) > 1 or ray is not None or budget is not None or level is not None:

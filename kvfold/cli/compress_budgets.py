@@ -73,6 +73,8 @@ def compress_to_budgets(
             special_tokens=options.special_tokens,
             allow_longer=options.allow_longer,
             keep_scores=options.keep_scores,
+            system=options.system,
+            template=options.template,
         )
         for file, context in zip(paths_of(path, list(budgets)), contexts, strict=True):
             context.save(file, codec=options.codec)

@@ -48,6 +48,9 @@ def _content(header: Header) -> list[tuple[str, str]]:
     rows += [(f"layer {other.index}", f"{other.kind}, as it is") for other in header.others]
     if header.per_chunk is not None:
         rows.append(("compressed", f"after each {header.per_chunk:,} tokens"))
+    if header.system is not None:
+        rows.append(("system message", header.system))
+    rows += [(f"template's {name}", f"{value!r:.200}") for name, value in header.arguments.items()]
     rows += [
         ("keys and values", header.dtype + bits),
         ("model", f"{header.model.name}, configuration {header.model.config_hash}"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvfold.budget import Budget
     from kvfold.methods.base import Method
 
+# Python's words for what JSON spells otherwise.
+PYTHON = {"True": "true", "False": "false", "None": "null"}
 ABOUT_MODEL, ABOUT_SAMPLING = "How the model is loaded", "How tokens are chosen"
 
 ModelName = Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')]
@@ -42,6 +45,13 @@ SpecialTokens = Annotated[
 AllowLonger = Annotated[
     bool,
     typer.Option("--allow-longer", help="Read texts beyond the model's trained length."),
+]
+TemplateArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template",
+        help="Argument of the chat template: enable_thinking=false, or JSON; may be repeated.",
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 # Same as kvfold.generate's `Compress` and the rules of the method `level`; importing these would
@@ -219,6 +229,31 @@ def given_options(ctx: typer.Context) -> dict[str, str]:
         if source is not None and source.name != "DEFAULT":
             found[str(option.name)] = option.opts[0]
     return found
+
+
+def template_arguments(given: Iterable[str] | None) -> dict[str, Any] | None:
+    """Arguments of the chat template, each `name=value` or a JSON object; None: none given.
+
+    A value is JSON, or a text. Raises KvfoldError for anything else.
+    """
+    if not given:
+        return None
+    made: dict[str, Any] = {}
+    for each in given:
+        if each.lstrip().startswith("{"):
+            try:
+                made |= json.loads(each)
+            except ValueError as problem:
+                raise KvfoldError(f"--template {each!r} is no JSON: {problem}") from None
+            continue
+        name, equals, value = each.partition("=")
+        if not (name.strip() and equals):
+            raise KvfoldError(f"--template takes name=value or a JSON object, not {each!r}")
+        try:
+            made[name.strip()] = json.loads(PYTHON.get(value, value))
+        except ValueError:
+            made[name.strip()] = value
+    return made
 
 
 def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,10 +24,12 @@ from kvfold.cli.options import (
     ModelName,
     SamplingOptions,
     SpecialTokens,
+    TemplateArguments,
     checked,
     loading,
     read_text,
     sampling,
+    template_arguments,
     with_options,
 )
 from kvfold.errors import KvfoldError
@@ -74,6 +77,7 @@ def command(
     ] = "at_end",
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,
+    template: TemplateArguments = None,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -83,7 +87,7 @@ def command(
 
     The answer is streamed; Ctrl-C ends it.
     """
-    text = _text(prompt, file, encoding)
+    text, arguments = _text(prompt, file, encoding), template_arguments(template)
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         import kvfold
@@ -95,7 +99,7 @@ def command(
         check_per_chunk(chosen, prefill_chunk)
     # transformers shows its own progress.
     network, tokenizer = load(model, loading, among_ranks=True)
-    ids = encode(tokenizer, text, chat, system, special_tokens).to(network.device)
+    ids = encode(tokenizer, text, chat, system, special_tokens, arguments).to(network.device)
     cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=sampling.seed)
     out = console()
     put = (lambda piece: None) if as_json else (lambda piece: show(out, piece))
@@ -132,16 +136,19 @@ def encode(
     chat: bool | None,
     system: str | None = None,
     special_tokens: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Token ids `[1, N]` of a prompt, inside the chat template.
 
     Without one, or with `chat=False`, the prompt stands alone. Special tokens spelled in the texts
-    stay text, unless `special_tokens`. Raises KvfoldError if `chat` or `system` needs a template
-    and there is none, or if the template takes no system message.
+    stay text, unless `special_tokens`. `template` are the template's arguments. Raises KvfoldError
+    if `chat`, `system` or `template` needs a template and there is none, if the template takes no
+    system message, and for arguments that it does not read.
     """
     import torch
 
     from kvfold.hf.chat_template import PromptFrame
+    from kvfold.hf.template_arguments import check_spelled, json_arguments
     from kvfold.hf.user_text import content, ids_of, own_tokens, segment_ids
 
     wrapped = bool(tokenizer.chat_template) if chat is None else chat
@@ -149,12 +156,17 @@ def encode(
         raise KvfoldError("this tokenizer has no chat template: use --no-chat")
     if system is not None and not wrapped:
         raise KvfoldError("a system message needs the chat template: leave out --system")
+    if template and not wrapped:
+        raise KvfoldError("arguments of the chat template need it: leave out --template")
     said = content(text, special_tokens)
     if system is not None:
-        parts = _after_system(tokenizer, content(system, special_tokens), said)
+        given = json_arguments(tokenizer, template or {})
+        if not special_tokens:
+            check_spelled(tokenizer, None, given)
+        parts = _after_system(tokenizer, content(system, special_tokens), said, given)
         ids = ids_of(tokenizer, *parts) if special_tokens else segment_ids(tokenizer, parts)
     elif wrapped:
-        frame = PromptFrame.of(tokenizer)
+        frame = PromptFrame.of(tokenizer, None, template, special_tokens)
         ids = ids_of(tokenizer, frame.before, said, frame.after)
     else:
         first, last = own_tokens(tokenizer)
@@ -162,11 +174,13 @@ def encode(
     return torch.tensor([ids], dtype=torch.long)
 
 
-def _after_system(tokenizer: PreTrainedTokenizerBase, system: str, text: str) -> list[str]:
+def _after_system(
+    tokenizer: PreTrainedTokenizerBase, system: str, text: str, template: Mapping[str, Any]
+) -> list[str]:
     """Segments of a prompt after a system message; KvfoldError if the template takes none."""
     from kvfold.hf.chat_template import conversation
 
-    parts = conversation(tokenizer, [("system", system), ("user", text)])
+    parts = conversation(tokenizer, [("system", system), ("user", text)], template)
     said = system.strip()
     if "".join(parts).count(said) == text.count(said):
         raise KvfoldError("this chat template drops system messages: leave out --system")

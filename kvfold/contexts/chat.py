@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,8 @@ class Chat:
         options |= {"max_new_tokens": max_new_tokens}
         asked = self.question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
-        return self._answer(asked, keep, stop_strings(stop), discard, Event(), options)
+        kept = partial(self._turn_ids, question, answer_prefix, special_tokens) if keep else None
+        return self._answer(asked, kept, stop_strings(stop), discard, Event(), options)
 
     def add(
         self,
@@ -121,9 +123,9 @@ class Chat:
         It is read with the next question. Raises KvfoldError as `ask` does for a second turn.
         """
         before = self.ids.shape[1]
-        said = token_ids(self.context.tokenizer, content(answer, special_tokens))
-        asked = self.question_ids(question, answer_prefix, special_tokens)
-        self.ids = torch.cat([self.ids, asked, said.to(self.ids.device)], 1)
+        said = token_ids(self.context.tokenizer, content(answer, special_tokens))[0].tolist()
+        turn = self._turn_ids(question, answer_prefix, special_tokens, said)
+        self.ids = torch.cat([self.ids, turn], 1)
         self._before_turns.append(before)
 
     @checked_arguments
@@ -147,6 +149,7 @@ class Chat:
         options |= {"max_new_tokens": max_new_tokens}
         asked = self.question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
+        kept = partial(self._turn_ids, question, answer_prefix, special_tokens) if keep else None
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         cancelled = Event()
         # Modes of the caller's thread: the reader's tensors may be made in inference mode.
@@ -157,7 +160,7 @@ class Chat:
         def work() -> None:
             try:
                 with torch.inference_mode(inference), torch.autocast(device, dtype, cast):
-                    self._answer(asked, keep, stop_strings(stop), pieces.put, cancelled, options)
+                    self._answer(asked, kept, stop_strings(stop), pieces.put, cancelled, options)
             except BaseException as problem:
                 pieces.put(problem)
             pieces.put(None)
@@ -190,13 +193,16 @@ class Chat:
     def _answer(
         self,
         asked: Tensor,
-        keep: bool,
+        kept: Callable[[list[int]], Tensor] | None,
         stop: Sequence[str],
         put: Callable[[str], Any],
         cancelled: Event,
         options: dict[str, Any],
     ) -> Reply:
-        """The answer to the question's tokens `asked [1, n]`, streamed to `put`."""
+        """The answer to the question's tokens `asked [1, n]`, streamed to `put`.
+
+        `kept` gives the tokens of the turn as later ones read it; None: they do not.
+        """
         check_one_answer(self.context.model, options)
         model, ids, start = self.context.model, self.ids, self.reader.get_seq_length()
         asked = torch.cat([ids, asked], 1)
@@ -204,9 +210,9 @@ class Chat:
         try:
             generated = self._generate_ids(asked, answer, options)
             tokens = answer.finish(generated)
-            if keep and not cancelled.is_set():
-                said = torch.tensor([without_end(model, tokens)], device=asked.device)
-                ids = torch.cat([asked, said.to(asked.dtype)], 1)
+            if kept is not None and not cancelled.is_set():
+                ids = torch.cat([ids, kept(without_end(model, tokens))], 1)
+                self._take_back_to(_alike(ids, asked, generated))
             self._sync_reader(ids)
         except BaseException:
             if self.reader.broke_off or self.reader.get_seq_length() != start:
@@ -218,15 +224,36 @@ class Chat:
             self.ids = ids
         return answer.reply(generated, end_tokens(model))
 
-    def question_ids(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
-        """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template."""
+    def question_ids(
+        self, question: str, answer_prefix: str, special_tokens: bool, earlier: bool = False
+    ) -> Tensor:
+        """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template.
+
+        `earlier`: as the template shows them before later turns.
+        """
         frame = self.context.frame
+        after = frame.answered if earlier and frame.answered is not None else frame.after
         opening = frame.between if self.turns else frame.separator
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn: ask without keep")
         theirs = [content(text, special_tokens) for text in (question, answer_prefix)]
-        pieces = opening, theirs[0], frame.after, theirs[1]
+        pieces = opening, theirs[0], after, theirs[1]
         return token_ids(self.context.tokenizer, *pieces).to(self.ids.device)
+
+    def _turn_ids(
+        self, question: str, answer_prefix: str, special_tokens: bool, said: list[int]
+    ) -> Tensor:
+        """Token ids `[1, n]` of a turn with the answer `said`, as later turns read it.
+
+        What the chat template leaves out of earlier answers, such as reasoning, is left out.
+        """
+        frame, tokenizer = self.context.frame, self.context.tokenizer
+        whole = answer_prefix + str(tokenizer.decode(said, skip_special_tokens=False))
+        shown = frame.earlier(tokenizer, whole)
+        if shown != whole:
+            return self.question_ids(question, shown, special_tokens, earlier=True)
+        asked = self.question_ids(question, answer_prefix, special_tokens, earlier=True)
+        return torch.cat([asked, asked.new_tensor([said])], 1) if said else asked
 
     def _check_length(self, asked: Tensor, allow_longer: bool) -> None:
         """Raises KvfoldError beyond the trained length, unless the document alone is beyond it."""
@@ -243,6 +270,11 @@ class Chat:
         """A cache that reads the turns: a fork of the context's."""
         return fork(self.context.cache)
 
+    def _take_back_to(self, tokens: int) -> None:
+        """Removes tokens of the answer that later turns do not read, from the first one on."""
+        if self.reader.get_seq_length() > tokens:
+            Chat._sync_reader(self, self.ids.new_empty(1, tokens))
+
     def _sync_reader(self, ids: Tensor) -> None:
         """Removes tokens beyond `ids [1, N]` from the reader; it reads missing ones later."""
         excess = self.reader.get_seq_length() - ids.shape[1]
@@ -253,6 +285,13 @@ class Chat:
         else:
             # Sliding and recurrent layers cannot be cropped: a new fork reads the kept turns again.
             self.reader = self._new_reader()
+
+
+def _alike(ids: Tensor, asked: Tensor, generated: list[int]) -> int:
+    """Number of the first tokens in which `ids [1, N]` equal a prompt and its answer."""
+    read = torch.cat([asked, asked.new_tensor([generated])], 1)[0] if generated else asked[0]
+    length = min(ids.shape[1], len(read))
+    return int((ids[0, :length] == read[:length]).byte().cumprod(0).sum())
 
 
 def check_one_answer(model: PreTrainedModel, options: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from kvfold.generation.generate import (
 from kvfold.generation.length import check_length, reach
 from kvfold.generation.pieces import piece_of
 from kvfold.hf.arguments import checked_arguments
-from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.chat_template import PromptFrame, check_same, token_ids
 from kvfold.hf.lookups import check_tokens
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse
@@ -73,23 +73,34 @@ class Context:
                 "leave its cache alone, and use ctx.chat() for later turns"
             )
 
-    def ask(self, question: str, **options: Any) -> str:
-        """The model's answer; `options` and errors as for `Chat.ask`.
+    def ask(
+        self, question: str, *, template: Mapping[str, Any] | None = None, **options: Any
+    ) -> str:
+        """The model's answer; `template` as for `chat`, `options` and errors as for `Chat.ask`.
 
         Threads may ask at the same time; each stores only its own question and answer.
         """
-        return self.chat().ask(question, **options, keep=False)
+        return self.chat(template=template).ask(question, **options, keep=False)
 
-    def stream(self, question: str, **options: Any) -> Iterator[str]:
+    def stream(
+        self, question: str, *, template: Mapping[str, Any] | None = None, **options: Any
+    ) -> Iterator[str]:
         """Iterator over the answer in pieces; `options` as for `Chat.stream`."""
-        return self.chat().stream(question, **options, keep=False)
+        return self.chat(template=template).stream(question, **options, keep=False)
 
     @checked_arguments
-    def chat(self, budget: Budget | float | str | None = None) -> Chat:
+    def chat(
+        self,
+        budget: Budget | float | str | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+    ) -> Chat:
         """A chat over this context, in which each turn reads the ones before it.
 
-        With a `budget`, its turns keep at most that many tokens; see `BoundedChat`.
+        With a `budget`, its turns keep at most that many tokens; see `BoundedChat`. The arguments
+        of the chat template are those of `compress`: KvfoldError for a `template` of others.
         """
+        check_same(self.tokenizer, self.frame, None, template)
         return Chat(self) if budget is None else BoundedChat(self, budget)
 
     def stats(self) -> Stats:
@@ -178,6 +189,8 @@ def compress(
     special_tokens: bool = False,
     allow_longer: bool = False,
     keep_scores: bool = False,
+    system: str | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Context:
     """Reads `document` as the opening of a user's message and compresses its KV cache.
 
@@ -196,12 +209,14 @@ def compress(
         allow_longer: read a document beyond the model's trained length.
         keep_scores: keep four bytes of each entry, by which `Context.shrink` goes to a smaller
             budget, for methods whose kept entries are nested.
+        system: a system message before the document, which stays whole under KVzip.
+        template: arguments of the chat template, such as `{"enable_thinking": False}`.
 
     Raises KvfoldError for a method that compresses only while generating, for a document that is
     too long, for protected texts that it does not hold once, and for `keep_scores` of another
     method or per chunk; and what `CompressedCache` and `kvfold.generate` raise.
     """
-    frame, ids = prompt(tokenizer, parse(method), document, special_tokens)
+    frame, ids = prompt(tokenizer, parse(method), document, special_tokens, system, template)
     cache = CompressedCache(
         model,
         method,
@@ -211,6 +226,7 @@ def compress(
         seed=seed,
         keep_scores=keep_scores,
     )
+    cache.binding.frame = frame
     check_reusable(cache.method)
     check_compress(compress)
     if keep_scores and compress == "per_chunk":
@@ -238,6 +254,8 @@ def compress_each(
     special_tokens: bool = False,
     allow_longer: bool = False,
     keep_scores: bool = False,
+    system: str | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Iterator[Context]:
     """One context for each of the `budgets`, in their order, from one reading of `document`.
 
@@ -254,8 +272,10 @@ def compress_each(
     ]
     cache = caches[-1]
     check_reusable(cache.method)
-    frame, ids = prompt(tokenizer, cache.method, document, special_tokens)
+    frame, ids = prompt(tokenizer, cache.method, document, special_tokens, system, template)
     check_tokens(model, ids)
+    for made in caches:
+        made.binding.frame = frame
     ids = ids.to(model.device)
     check_length(model, reach(cache, ids.shape[1], None), allow_longer)
     with ExitStack() as reading:
@@ -267,10 +287,18 @@ def compress_each(
 
 
 def prompt(
-    tokenizer: PreTrainedTokenizerBase, method: Method, document: str, special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase,
+    method: Method,
+    document: str,
+    special_tokens: bool,
+    system: str | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> tuple[PromptFrame, Tensor]:
     """Chat template parts around a document, and the tokens `[1, N]` that `compress` reads."""
-    frame, reconstruction = PromptFrame.of(tokenizer), method.stages().needs.reconstruction
+    if system is not None:
+        content(system, special_tokens)
+    frame = PromptFrame.of(tokenizer, system, template, special_tokens)
+    reconstruction = method.stages().needs.reconstruction
     if reconstruction is not None:
         frame = frame.opened_with(reconstruction.instruction)
     return frame, token_ids(tokenizer, frame.before, content(document, special_tokens))

@@ -29,6 +29,7 @@ from kvfold.generation.generate import read_per_chunk, read_turn
 from kvfold.generation.length import check_length
 from kvfold.generation.pieces import piece_of
 from kvfold.hf.chat_template import token_ids
+from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import content
 
 if TYPE_CHECKING:
@@ -127,7 +128,10 @@ def _shared_opening(first: Context, other: Context) -> int:
     opening = opening_of(other)
     alike = opening_length(first.ids[0], other.ids[0, :opening])
     if other.model is not first.model or other.frame != first.frame or alike < opening - 1:
-        raise KvfoldError("contexts of one model and one chat template can be joined only")
+        raise KvfoldError(
+            "contexts of one model and one chat template, with one system message and the same "
+            f"arguments, can be joined only{date_told(first.tokenizer)}"
+        )
     return opening
 
 
@@ -157,6 +161,7 @@ def _reread(
         seed=cache.seed,
         keep_scores=state.plan.keep_scores,
     )
+    fresh.binding.frame = cache.binding.frame
     model, length = state.rotation.model, ids.shape[1]
     if cache.per_chunk is None:
         read_turn(model, fresh, ids, None, length, piece_of(chunk, length))

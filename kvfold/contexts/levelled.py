@@ -52,6 +52,7 @@ def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context
         protect=cache.protect,
         seed=cache.seed,
     )
+    made.binding.frame = context.frame
     ids = context.ids
     read_turn(context.model, made, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
     asked = context.chat().question_ids(QUESTION, "", special_tokens=False)

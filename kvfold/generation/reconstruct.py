@@ -50,8 +50,8 @@ def reconstruct(
     """
     how, tokenizer = cache.reconstruction, cache.binding.tokenizer
     assert how is not None and tokenizer is not None
-    frame = PromptFrame.of(tokenizer)
-    opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
+    frame = cache.binding.frame or PromptFrame.of(tokenizer).opened_with(how.instruction)
+    opening = token_ids(tokenizer, frame.before)[0]
     mask = torch.ones_like(input_ids) if mask is None else mask.long()
     starts = (mask.cumsum(-1) == 0).sum(-1)
     rows = zip(input_ids, starts.tolist(), strict=True)

@@ -15,6 +15,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History, columns_read
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import text_config
+from kvfold.hf.template_arguments import date_told
 
 # Use of a cache that has read another text: None refuses, "prefix" goes back to the shared prefix
 Reuse = Literal["prefix"]
@@ -71,6 +72,7 @@ def resumption(
         raise KvfoldError(
             f"the cache has read another text: it differs from the prompt at {where}. Use a new "
             'cache, or reuse="prefix", which goes back to where they part if nothing was evicted'
+            f"{date_told(cache.binding.tokenizer)}"
         )
     if seen >= total:
         raise KvfoldError(

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
+from kvfold.hf.template_arguments import check_spelled, json_arguments
 from kvfold.hf.user_text import ids_of, segments
 
 # Between a document and the question about it.
@@ -29,36 +30,117 @@ class PromptFrame:
     """Texts of a chat template before a user's message, and between it and the answer.
 
     `between` stands between an answer and the user's next message; None: the template has no such.
-    `separator` separates a document from the question about it.
+    `separator` separates a document from the question about it. `answered` stands in place of
+    `after` before an earlier answer; None: nothing of `after` is left out there. `system` is the
+    system message in `before`, and `arguments` are the template's own, such as `enable_thinking`.
     """
 
     before: str
     after: str
     between: str | None
     separator: str = SEPARATOR
+    answered: str | None = None
+    system: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> PromptFrame:
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
+    ) -> PromptFrame:
         """The tokenizer's chat template, or its first token and a line break where it has none.
 
-        Raises KvfoldError for a template that does not show a user's message exactly once.
+        A system message that the template would move to a later turn stays where it is first.
+
+        Raises KvfoldError for a template that does not show a user's message exactly once, or
+        refuses or drops a `system` message; as `json_arguments`; and for control tokens spelled in
+        either, unless `special_tokens`.
         """
         if not tokenizer.chat_template:
+            if system is not None or arguments:
+                raise KvfoldError(
+                    "this tokenizer has no chat template: leave out the system message and the "
+                    "template's arguments"
+                )
             return cls(tokenizer.bos_token or "", "\n", "\n\n")
-        before, after = _around_user(tokenizer)
-        try:
-            turns = _around(tokenizer, "user", "assistant", "user")
-        except REFUSALS:
-            turns = []
-        return cls(before, after, turns[2] if len(turns) == 4 else None)
+        given = json_arguments(tokenizer, arguments or {})
+        if not special_tokens:
+            check_spelled(tokenizer, system, given)
+        first = [] if system is None else [("system", system)]
+        mark = _absent_from(f"{system}{given}", MARK)
+        before, after = _around_user(tokenizer, first, given, mark)
+        turns = _turns(tokenizer, first, given, mark)
+        if system is not None:
+            _check_shown(tokenizer, given)
+            if turns and turns[0] != before:
+                turns = _turns(tokenizer, [], given, mark)
+        between, answered = (turns[2], turns[1]) if len(turns) == 4 else (None, after)
+        left_out = after.startswith(answered) and answered != after
+        return cls(
+            before,
+            after,
+            between,
+            answered=answered if left_out else None,
+            system=system,
+            arguments=given,
+        )
 
     def opened_with(self, instruction: str) -> PromptFrame:
         """The same with an instruction before the document."""
         return replace(self, before=self.before + instruction)
 
+    def earlier(self, tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
+        """What the template leaves of an earlier answer: Qwen3's shows none of its reasoning.
+
+        The whole answer where the template leaves no end of it, or refuses it as a text.
+        """
+        if not tokenizer.chat_template or self.between is None:
+            return answer
+        mark = _absent_from(f"{answer}{self.arguments}", MARK)
+        said = [("user", mark), ("assistant", answer), ("user", mark)]
+        try:
+            pieces = _split(tokenizer, said, self.arguments, mark)
+        except REFUSALS:
+            return answer
+        opening = self.after if self.answered is None else self.answered
+        middle = pieces[1] if len(pieces) == 3 else ""
+        if not (middle.startswith(opening) and middle.endswith(self.between)):
+            return answer
+        shown = middle[len(opening) : len(middle) - len(self.between)].strip()
+        whole = answer.strip()
+        return shown if shown != whole and whole.endswith(shown) else answer
+
+    def is_of(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None,
+        arguments: Mapping[str, Any] | None,
+    ) -> bool:
+        """True if a system message and arguments, where given, are those of this frame.
+
+        Others are the same if the template makes the same of them.
+        """
+        system = self.system if system is None else system
+        arguments = self.arguments if arguments is None else arguments
+        if (system, dict(arguments)) == (self.system, dict(self.arguments)):
+            return True
+        try:
+            other = PromptFrame.of(tokenizer, system, arguments)
+        except KvfoldError:
+            return False
+        made, own = (
+            (frame.before, frame.after, frame.between, frame.answered) for frame in (other, self)
+        )
+        return made == own
+
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[tuple[str, str]],
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Segments of the chat template with messages `(role, text)`, up to where the answer begins.
 
@@ -66,23 +148,65 @@ def conversation(
     the cuts stay where they are. Raises KvfoldError if none of several templates is the default, or
     if it refuses the messages, as some do a system message.
     """
-    mark = _absent_from("".join(text for _, text in messages))
+    given = arguments or {}
+    mark = _absent_from("".join(text for _, text in messages) + str(given))
     marked = [(role, mark.join(segments(tokenizer, text))) for role, text in messages]
     try:
-        return _rendered(tokenizer, marked, _takes_parts(tokenizer)).split(mark)
+        return _split(tokenizer, marked, given, mark)
     except REFUSALS as problem:
         roles = ", ".join(role for role, _ in messages)
         raise KvfoldError(f"the chat template refuses messages of {roles}: {problem}") from problem
 
 
-def _around_user(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def check_same(
+    tokenizer: PreTrainedTokenizerBase,
+    frame: PromptFrame,
+    system: str | None,
+    arguments: Mapping[str, Any] | None,
+) -> None:
+    """Raises KvfoldError for another system message, or other arguments, than the text's."""
+    if frame.is_of(tokenizer, system, arguments):
+        return
+    if not frame.is_of(tokenizer, system, None):
+        held = "another" if frame.system is not None else "no"
+        raise KvfoldError(
+            f"the text was compressed with {held} system message, which its entries have read: "
+            "leave the message out, or compress the text with it"
+        )
+    made = ", ".join(f"{name}={value!r}" for name, value in frame.arguments.items()) or "none"
+    raise KvfoldError(
+        f"the text was compressed with other arguments of the chat template ({made:.200}): give "
+        "the same, or compress the text with these"
+    )
+
+
+def _check_shown(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    """Raises KvfoldError for a template that drops system messages."""
+    mark = _absent_from(str(arguments), MARK)
+    if len(_split(tokenizer, [("system", mark), ("user", "a")], arguments, mark)) < 2:
+        raise KvfoldError(
+            "this chat template drops system messages: leave it out, or say it in the text"
+        )
+
+
+def _around_user(
+    tokenizer: PreTrainedTokenizerBase,
+    first: list[tuple[str, str]],
+    arguments: Mapping[str, Any],
+    mark: str,
+) -> tuple[str, str]:
     """Texts of the chat template before a user's message and after it.
 
     Raises KvfoldError if it does not show the message exactly once.
     """
     try:
-        pieces = _around(tokenizer, "user")
+        pieces = _split(tokenizer, [*first, ("user", mark)], arguments, mark)
     except REFUSALS as problem:
+        if first and _times_shown(tokenizer, _takes_parts(tokenizer, arguments), arguments) == 1:
+            raise KvfoldError(
+                f"the chat template refuses a system message ({problem}): leave it out, or say it "
+                "in the text"
+            ) from problem
         found = f"refuses a user's message ({problem})"
     else:
         if len(pieces) == 2:
@@ -94,26 +218,52 @@ def _around_user(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     )
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:
-    """Texts of the chat template before, between and after messages of these roles."""
-    messages = [(role, MARK) for role in roles]
-    return _rendered(tokenizer, messages, _takes_parts(tokenizer)).split(MARK)
-
-
-def _takes_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if the chat template shows a message only as a list of parts, as LLaVA's does."""
-    return _times_shown(tokenizer, False) != 1 and _times_shown(tokenizer, True) == 1
-
-
-def _times_shown(tokenizer: PreTrainedTokenizerBase, in_parts: bool) -> int:
+def _turns(
+    tokenizer: PreTrainedTokenizerBase,
+    first: list[tuple[str, str]],
+    arguments: Mapping[str, Any],
+    mark: str,
+) -> list[str]:
+    """Texts around the messages of two turns after `first`; empty if the template has none."""
+    said = [(role, mark) for role in ("user", "assistant", "user")]
     try:
-        return _rendered(tokenizer, [("user", MARK)], in_parts).count(MARK)
+        return _split(tokenizer, [*first, *said], arguments, mark)
+    except REFUSALS:
+        return []
+
+
+def _split(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[tuple[str, str]],
+    arguments: Mapping[str, Any],
+    mark: str,
+) -> list[str]:
+    """The chat template with these messages, split at `mark`."""
+    in_parts = _takes_parts(tokenizer, arguments)
+    return _rendered(tokenizer, messages, in_parts, arguments).split(mark)
+
+
+def _takes_parts(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> bool:
+    """True if the chat template shows a message only as a list of parts, as LLaVA's does."""
+    plain = _times_shown(tokenizer, False, arguments)
+    return plain != 1 and _times_shown(tokenizer, True, arguments) == 1
+
+
+def _times_shown(
+    tokenizer: PreTrainedTokenizerBase, in_parts: bool, arguments: Mapping[str, Any]
+) -> int:
+    mark = _absent_from(str(arguments), MARK)
+    try:
+        return _rendered(tokenizer, [("user", mark)], in_parts, arguments).count(mark)
     except REFUSALS:
         return 0
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]], in_parts: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[tuple[str, str]],
+    in_parts: bool,
+    arguments: Mapping[str, Any],
 ) -> str:
     """The chat template with these messages, each as a text or as a list of one part.
 
@@ -129,15 +279,19 @@ def _rendered(
         {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
         for role, text in messages
     ]
-    return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+    return str(
+        tokenizer.apply_chat_template(
+            given, tokenize=False, add_generation_prompt=True, **arguments
+        )
+    )
 
 
-def _absent_from(text: str) -> str:
-    """A noncharacter, once or several times, that is not in the text."""
-    mark = NONCHARACTER
-    while mark in text:
-        mark += NONCHARACTER
-    return mark
+def _absent_from(text: str, mark: str = NONCHARACTER) -> str:
+    """A character, once or several times, that is not in the text."""
+    made = mark
+    while made in text:
+        made += mark
+    return made
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

@@ -6,9 +6,10 @@ Also of texts that files hold, levelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
 from kvfold.hf.fitted_numbers import digest_of_file
 from kvfold.hf.identity import check_identifiable
+from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import Content
 from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
@@ -49,6 +51,8 @@ class CompressOptions:
     keep_scores: bool = False
     codec: str | None = None
     level: Rule | None = None
+    system: str | None = None
+    template: Mapping[str, Any] | None = None
 
     def compressed(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
@@ -69,6 +73,8 @@ class CompressOptions:
             special_tokens=self.special_tokens,
             allow_longer=self.allow_longer,
             keep_scores=self.keep_scores,
+            system=self.system,
+            template=self.template,
         )
         if self.level is None:
             return made
@@ -97,6 +103,8 @@ def check_options(path: Path, options: CompressOptions) -> None:
         ("codec", header.codec and header.codec.codec, codec),
         ("basis", entries and entries.basis, entries and _basis(options.codec)),
         ("keep_scores", scores, options.keep_scores),
+        ("system", header.system, options.system),
+        ("template", header.arguments, dict(options.template or {})),
     ):
         if found != wanted:
             raise KvfoldError(
@@ -158,13 +166,17 @@ class CompressJob:
 def check_texts(jobs: Iterable[CompressJob], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises KvfoldError for a job whose context file is of other tokens than its text has now."""
     for job in jobs:
-        _, ids = context.prompt(tokenizer, job.options.method, job.text, job.options.special_tokens)
+        made = job.options
+        _, ids = context.prompt(
+            tokenizer, made.method, job.text, made.special_tokens, made.system, made.template
+        )
         with opened(job.path) as file:
             found = file.tensor("ids")
         if not torch.equal(found.long(), ids[0]):
             raise KvfoldError(
                 f"{job.path} is there already, made of other tokens than the document has now (by "
                 f"its text, --encoding, --special-tokens or the chat template): {REPLACE}"
+                f"{date_told(tokenizer)}"
             )
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import kvfold
 from kvfold.bundled import FOLDER
 from kvfold.cli import app
+from tests.helpers.chats import TEMPLATE
 from tests.helpers.commands import refused
 from tests.helpers.contexts import assert_same
 from tests.helpers.tokenizers import PROMPT, tiny_llama, word_tokenizer
@@ -48,6 +49,35 @@ def test_the_command_that_asks_is_one_for_a_shell(folder: Path, tmp_path: Path) 
     (said,) = re.findall(r"ask it with `(.*)`\.", ran.output)
     file = str(text.with_suffix(".kvfold"))
     assert shlex.split(said) == ["kvfold", "ask", str(folder), file, "QUESTION"]
+
+
+def test_a_system_message_and_arguments_are_held_by_the_file_and_asked_with(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(folder, model)
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% if short %}blue {% endif %}" + TEMPLATE
+    tokenizer.save_pretrained(model)
+    text.write_text(PROMPT)
+    given = [str(model), str(text), "--method", "knorm", "--json", "--system", "the sky"]
+    ran = CliRunner().invoke(app, ["compress", *given, "--template", "short=True"])
+    assert ran.exit_code == 0, ran.output
+    file = str(text.with_suffix(".kvfold"))
+    shown = json.loads(CliRunner().invoke(app, ["info", file, "--json"]).stdout)
+    assert (shown["system"], shown["arguments"]) == ("the sky", {"short": True})
+    assert shown["before"].startswith("blue <system> the sky </s>")
+    table = CliRunner().invoke(app, ["info", file]).stdout
+    assert "the sky" in table and "template's short" in table
+    ask = ["ask", str(model), file, "go", "--max-new-tokens", "2"]
+    assert CliRunner().invoke(app, [*ask, "--template", '{"short": true}']).exit_code == 0
+    assert "other arguments" in refused(*ask, "--template", "short=false")
+    elsewhere = ("--template", "long=1", "--out", str(tmp_path / "other.kvfold"))
+    assert "does not read 'long'" in refused("compress", *given, *elsewhere)
+    run = ["run", str(model), "--prompt", "go", "--method", "full", "--system", "the sky"]
+    assert CliRunner().invoke(app, [*run, "--template", "short=1", "--json"]).exit_code == 0
+    for wrong in ("short", "=1", "{short}"):
+        assert "--template" in refused("compress", *given, "--template", wrong)
 
 
 def test_several_budgets_are_several_files_from_one_reading(folder: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 from kvfold.codecs.basis import Scope
 from kvfold.codecs.compression import Compressor, decompressed_tensor
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import (
     HeaderPart,
     ModelHeader,
@@ -206,6 +207,7 @@ class Header(HeaderPart):
         level: None where heads keep what the method gives them.
         fits: checksums of what was fitted for the method, as `cache/fits.py` names them.
         text: of the server that wrote it; None: it is found by its tokens only.
+        answered, system, arguments: of the chat template, as in `PromptFrame`.
     """
 
     written_by: str
@@ -233,6 +235,21 @@ class Header(HeaderPart):
     level: LevelHeader | None = None
     fits: dict[str, str] = Field(default_factory=dict)
     text: TextHeader | None = None
+    answered: str | None = None
+    system: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def frame(self) -> PromptFrame:
+        """The chat template around the document and questions."""
+        return PromptFrame(
+            self.before,
+            self.after,
+            self.between,
+            answered=self.answered,
+            system=self.system,
+            arguments=self.arguments,
+        )
 
 
 def merged_over_ranks(
@@ -261,8 +278,9 @@ def merged_over_ranks(
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
     # Left out if empty: such a file is the same as before the fields existed.
-    optional = ("origins", "session", "codec", "level", "fits", "text")
+    optional = ("origins", "session", "codec", "level", "fits", "text", "arguments")
     empty: dict[str, Any] = {name: True for name in optional if not getattr(header, name)}
+    empty |= {name: True for name in ("answered", "system") if getattr(header, name) is None}
     unset = {n for n in LATER if all(getattr(layer, n) is None for layer in header.layers)}
     if unset:
         empty["layers"] = {"__all__": unset}

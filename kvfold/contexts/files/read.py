@@ -34,7 +34,6 @@ from kvfold.contexts.files.format import (
 from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.arguments import checked_arguments
-from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import model_differences, rope_differences
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.hf.models import layer_device
@@ -91,8 +90,8 @@ def read(
     cache.per_chunk = header.per_chunk
     ids = file.tensor("ids").long()[None].to(model.device)
     cache.phase.history = History(ids).compact()
-    frame = PromptFrame(header.before, header.after, header.between)
-    return Context(model, tokenizer, cache, frame, ids, header.level)
+    cache.binding.frame = header.frame
+    return Context(model, tokenizer, cache, header.frame, ids, header.level)
 
 
 def keeps_scores(header: Header, method: Method) -> bool:

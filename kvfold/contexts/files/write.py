@@ -171,6 +171,9 @@ def _write(
         level=context.level,
         fits=cache.fits.digests,
         text=text,
+        answered=context.frame.answered,
+        system=context.frame.system,
+        arguments=dict(context.frame.arguments),
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))

@@ -69,7 +69,7 @@ class ServedContext:
             tokens=_tokens(file, counts.count),
             seen=header.seen,
             lost=counts.lost,
-            frame=PromptFrame(header.before, header.after, header.between),
+            frame=header.frame,
             vocabulary=header.model.vocabulary,
             level=header.level,
         )
