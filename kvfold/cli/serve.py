@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping
 from itertools import chain
@@ -124,6 +125,18 @@ def command(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running answers to end after a stop.")
     ] = 30.0,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Web site whose pages may use the server: "https://example.org"; "*": all. May be '
+            "repeated.",
+            show_default="none",
+        ),
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="info: a line per request, without its texts."),
+    ] = "info",
     engine: Annotated[
         Literal["transformers", "vllm"],
         typer.Option(help="vllm: a stock vLLM answers from the files of --folder."),
@@ -218,6 +231,7 @@ def command(
         special_tokens=special_tokens,
         allow_longer=allow_longer,
         grace=grace,
+        origins=tuple(allow_origin or ()),
     )
     # Refused here, before a large model is loaded.
     checked(method, budget if parse(method).takes_budget or "budget" in given else None)
@@ -228,6 +242,8 @@ def command(
     name = Path(model).name if Path(model).is_dir() else model
     answering = Engine(name, network, tokenizer, settings)
     _adopt(answering)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("kvfold").setLevel(log_level.upper())
     GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
 
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import kvfold
+from kvfold.serve.cross_origin import CrossOrigin
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid, out_of_memory
 from kvfold.serve.limits import RequestLimits
@@ -26,6 +27,7 @@ from kvfold.serve.routes.hangup import HungUp
 
 # nginx's status for a client that closed the connection; it only appears in the metrics.
 GONE = 499
+VERBS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PATCH")
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +57,7 @@ def build(engine: Engine) -> FastAPI:
     app.include_router(sessions.router(engine))
     app.include_router(status.router(engine, metrics))
     app.add_middleware(RequestLimits, settings=engine.settings, workers=engine.workers)
+    app.add_middleware(CrossOrigin, allowed=engine.settings.origins)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app
 
@@ -62,6 +65,7 @@ def build(engine: Engine) -> FastAPI:
 class RequestMetrics:
     """ASGI middleware: request count and duration by route and status; 500 on an exception.
 
+    Logs a line for each request: its method, route, status and seconds, and nothing that it says.
     The 500 is sent here because starlette's own handler closes the connection afterwards, although
     the client may have sent its next request on it already.
     """
@@ -92,8 +96,11 @@ class RequestMetrics:
             await failed.response()(scope, receive, noted)
         finally:
             route = getattr(scope.get("route"), "path", "none")
+            took = time.perf_counter() - started
             self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
+            self.metrics.seconds.labels(route).observe(took)
+            verb = scope["method"] if scope["method"] in VERBS else "other"
+            log.info("%s %s %d %.3f s", verb, route, status, took)
 
 
 async def _refused(request: Request, refused: Any) -> Response:
@@ -107,9 +114,20 @@ async def _invalid(request: Request, problem: Any) -> Response:
 
 async def _http(request: Request, problem: Any) -> Response:
     """Refusals of the framework itself: unknown path, wrong verb, malformed form."""
-    response = ApiError(problem.status_code, str(problem.detail)).response()
+    told = str(problem.detail)
+    if problem.status_code in (404, 405):
+        told = f"{told}: this server has {', '.join(_paths(request.app))}"
+    response = ApiError(problem.status_code, told).response()
     response.headers.update(problem.headers or {})
     return response
+
+
+def _paths(app: FastAPI) -> list[str]:
+    """Verbs and paths of all routes in the API's description."""
+    described: dict[str, dict[str, Any]] = app.openapi()["paths"]
+    return [
+        f"{'/'.join(sorted(map(str.upper, verbs)))} {path}" for path, verbs in described.items()
+    ]
 
 
 async def _gone(request: Request, problem: Any) -> Response:

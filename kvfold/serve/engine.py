@@ -34,6 +34,7 @@ from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
+from kvfold.serve.context_size import bytes_per_token, least_bytes
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
 from kvfold.serve.errors import ApiError, refusals
 from kvfold.serve.longest_prefix import PrefixKey
@@ -84,6 +85,7 @@ class Engine:
         )
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
+        self.token_bytes = bytes_per_token(model)
         if settings.codec is not None:
             Coding.of(settings.codec, model)
         self._of_thread = local()
@@ -152,7 +154,7 @@ class Engine:
             return
         parts: list[str] = []
         if isinstance(request, ChatRequest):
-            parts = self.prompts.conversation(request.messages)
+            parts = self.prompts.conversation(request.messages, request.template)
             ids = self.prompts.ids(parts)
         else:
             prompt = request.text_or_tokens
@@ -205,7 +207,8 @@ class Engine:
         if not isinstance(request, ChatRequest) or len(request.messages) == 1:
             return [rest]
         last = self.prompts.client_text(request.messages[-1].text)
-        question = len(self.prompts.ids(self.prompts.split(last, self.prompts.frame.after)))
+        after = PromptFrame.of(self.tokenizer, None, request.template).after
+        question = len(self.prompts.ids(self.prompts.split(last, after)))
         return [part for part in (rest[:-question], rest[-question:]) if part]
 
     def _turn_ids(
@@ -213,7 +216,7 @@ class Engine:
     ) -> list[list[int]]:
         """Token ids after the context that the request names, turn by turn, the question last."""
         if isinstance(request, ChatRequest):
-            return self.prompts.turns(request.messages, context.frame)
+            return self.prompts.turns(request.messages, context.frame, request.template)
         prompt = request.text_or_tokens
         if isinstance(prompt, str):
             tokens = self.prompts.ids(self.prompts.split(self.prompts.client_text(prompt)))
@@ -242,24 +245,20 @@ class Engine:
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
     def tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
-        """The number of tokens to generate.
+        """The number of tokens to generate: as many as wanted, within the server's limits.
 
-        Raises ApiError if the request wants more than allowed.
+        Raises ApiError if the prompt leaves none.
         """
-        allowed, wanted = self.settings.answer_tokens, request.most_tokens
-        if wanted is not None and wanted > allowed:
-            raise ApiError(
-                400, f"at most {allowed} tokens are generated, not {wanted}", param="max_tokens"
-            )
+        allowed = self.settings.answer_tokens
         left = allowed if self.max_length is None else self.max_length - prompt
-        if left < (wanted or 1):
+        if left < 1:
             raise ApiError(
                 400,
-                f"the model reads and writes {self.max_length} tokens: {prompt} of the prompt "
-                f"leave {max(0, left)}, and {wanted or 1} are asked for",
+                f"the model reads and writes {self.max_length} tokens, of which {prompt} of the "
+                "prompt leave none: shorten it",
                 code="context_length_exceeded",
             )
-        return wanted or min(allowed, left, request.usual_tokens or allowed)
+        return min(allowed, left, request.most_tokens or request.usual_tokens or allowed)
 
     # --- contexts ---------------------------------------------------------------------------
 
@@ -270,18 +269,26 @@ class Engine:
         """
         self.start_job(cancelled)
         self.contexts.check_new(request.id)
-        self.check_text(request.text)
         with refusals():
+            frame = PromptFrame.of(
+                self.tokenizer,
+                request.system,
+                request.chat_template_kwargs,
+                self.settings.special_tokens,
+            )
+            tokens = self.check_text(request.text, frame)
             method = self.clients_method(request.method or self.settings.method)
             budget = request.budget
             if budget is None and method.takes_budget:
                 budget = self.settings.budget
+            limit = None if budget is None else Budget.of(budget)
+            self.contexts.check_size(least_bytes(method, limit, tokens, self.token_bytes))
             context = kvfold.compress(
                 self.model,
                 self.tokenizer,
                 Content(request.text),
                 method,
-                None if budget is None else Budget.of(budget),
+                limit,
                 # A method that prunes tokens between layers reads its text in one forward.
                 prefill_chunk=None
                 if method.stages().token_pruning
@@ -289,6 +296,8 @@ class Engine:
                 special_tokens=self.settings.special_tokens,
                 allow_longer=self.settings.allow_longer,
                 keep_scores=self.settings.shrink is not None and is_nested(method),
+                system=request.system,
+                template=request.chat_template_kwargs,
             )
         self.check_wanted()
         # The template's opening as it was read: some tell the date.
@@ -296,13 +305,15 @@ class Engine:
         parts[-1] += SEPARATOR
         return self.contexts.add(context, request.id, {TEXT: PrefixKey.of(key_bytes(parts))})
 
-    def check_text(self, text: str) -> None:
-        """Raises ApiError for a text that has no tokens, or too many, in a template's opening."""
-        parts = self.prompts.split(self.prompts.frame.before, self.prompts.client_text(text))
+    def check_text(self, text: str, frame: PromptFrame | None = None) -> int:
+        """The tokens of a text in a template's opening; raises ApiError for none, or too many."""
+        opening = (frame or self.prompts.frame).before
+        parts = self.prompts.split(opening, self.prompts.client_text(text))
         tokens = len(self.prompts.ids(parts))
         self.prompts.check_length(tokens)
         if not tokens:
             raise ApiError(400, "the text has no tokens", param="text")
+        return tokens
 
     def clients_method(self, named: str) -> Method:
         """The method of a request, if this server's settings allow it; KvfoldError if not."""

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvfold.errors import KvfoldError
+from kvfold.serve.field_refusals import refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def invalid(errors: Sequence[Any]) -> ApiError:
     alike = [error for error in errors if (_place(error) or "").startswith(param or "")]
     said = next((error for error in alike if not error["type"].endswith("_type")), errors[0])
     where = f"{param}: " if param else ""
-    return ApiError(400, f"{where}{said['msg']}", code="invalid_value", param=param)
+    return ApiError(400, f"{where}{refusal_of(param, said)}", code="invalid_value", param=param)
 
 
 def _place(error: Any) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvfold.serve.bodies import ValueCounter
+from kvfold.serve.cross_origin import is_allowed
 from kvfold.serve.errors import ApiError
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.worker_threads import WorkerThreads
@@ -49,7 +50,9 @@ class RequestLimits:
         reservation = None
         try:
             if scope["path"] not in OPEN:
-                check_client(headers, scope.get("server"), self.settings.api_key)
+                check_client(
+                    headers, scope.get("server"), self.settings.api_key, self.settings.origins
+                )
                 self.workers.check_open()
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length[:20]) > self.settings.body:
@@ -90,8 +93,15 @@ class RequestLimits:
         return counted
 
 
-def check_client(headers: Mapping[bytes, bytes], server: Any, api_key: str | None) -> None:
+def check_client(
+    headers: Mapping[bytes, bytes],
+    server: Any,
+    api_key: str | None,
+    origins: tuple[str, ...] = (),
+) -> None:
     """Raises ApiError for a wrong API key; without a key, for requests from other sites' pages.
+
+    Pages of the allowed `origins` may send requests.
 
     A web page can send a form to any address its visitor's machine reaches (CSRF): its `Origin` is
     then foreign. A domain that resolves to this machine (DNS rebinding) shows in `Host`.
@@ -102,7 +112,8 @@ def check_client(headers: Mapping[bytes, bytes], server: Any, api_key: str | Non
         return
     host = headers.get(b"host", b"").decode("latin-1").lower()
     origin = headers.get(b"origin")
-    foreign = origin is not None and _site(origin.decode("latin-1").lower()) != host
+    page = "" if origin is None else origin.decode("latin-1").lower()
+    foreign = origin is not None and _site(page) != host and not is_allowed(page, origins)
     if foreign or (_is_local(server and server[0]) and not _is_local(_name(host))):
         raise ApiError(403, "web pages of other sites cannot use this server", code="foreign_page")
 

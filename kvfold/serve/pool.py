@@ -103,6 +103,16 @@ class Pool(Generic[Value]):
         with self._changed:
             self._check_new(name)
 
+    def check_size(self, size: int) -> None:
+        """Raises ApiError for one of more bytes than there are for all."""
+        if size > self.memory:
+            raise ApiError(
+                413,
+                f"the {self.noun} takes {size} bytes of memory, and there are {self.memory} for "
+                f"all {self.noun}s: choose a smaller budget, or a shorter text",
+                code=f"{self.noun}_too_large",
+            )
+
     def add(
         self,
         value: Value,
@@ -240,13 +250,7 @@ class Pool(Generic[Value]):
         Raises ApiError for more than the whole memory, for a disk that takes no more, and where
         nobody wants the memory any more.
         """
-        if size > self.memory:
-            raise ApiError(
-                413,
-                f"the {self.noun} takes {size} bytes of memory, and there are {self.memory} for "
-                f"all {self.noun}s: choose a smaller budget, or a shorter text",
-                code=f"{self.noun}_too_large",
-            )
+        self.check_size(size)
         while self.nbytes + size > self.memory:
             movable = [h for h in self._held.values() if h.value is not None and h.idle]
             if not movable:

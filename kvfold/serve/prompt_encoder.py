@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.hf.chat_template import SEPARATOR, PromptFrame, conversation
+from kvfold.hf.chat_template import SEPARATOR, PromptFrame, check_same, conversation
+from kvfold.hf.template_arguments import check_spelled, json_arguments
 from kvfold.hf.user_text import (
     content,
     least_tokens,
@@ -93,18 +95,26 @@ class PromptEncoder:
     def _check_least(self, parts: Iterable[str]) -> None:
         self.check_length(least_tokens(parts, self._longest), "at least ")
 
-    def turns(self, messages: Sequence[RequestMessage], frame: PromptFrame) -> list[list[int]]:
+    def turns(
+        self,
+        messages: Sequence[RequestMessage],
+        frame: PromptFrame,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
         """Token ids after a context's document, turn by turn, the last question last, as in `Chat`.
 
-        Raises ApiError for roles that do not alternate from the user's on, for a chat template
+        Raises ApiError for another system message, or other `arguments` of the chat template, than
+        the context's; for roles that do not alternate from the user's on, for a chat template
         without a second turn, for texts that are too long, and for a question without tokens.
         """
+        messages = self._after_system(messages, frame, arguments)
         expected = ["user", "assistant"] * (len(messages) // 2) + ["user"]
         if [message.role for message in messages] != expected:
             raise ApiError(
                 400,
                 "a context is the opening of a user's message: after it come a question, and any "
-                "number of answers and further questions, without a system message",
+                "number of answers and further questions; a system message is the context's own, "
+                "first",
                 param="messages",
             )
         if len(messages) > 1 and frame.between is None:
@@ -113,11 +123,14 @@ class PromptEncoder:
         for index, message in enumerate(messages):
             text = self.client_text(message.text)
             if message.role == "assistant":
-                split.append(self.split(text))
+                shown = frame.earlier(self.tokenizer, message.text)
+                split.append(self.split(self.client_text(shown)))
             else:
                 opening = frame.between if index else SEPARATOR
                 assert opening is not None
-                split.append(self.split(opening, text, frame.after))
+                earlier = frame.answered is not None and index < len(messages) - 1
+                after = frame.answered if earlier else frame.after
+                split.append(self.split(opening, text, after or ""))
         self._check_least(chain.from_iterable(split))
         ids = [self.ids(parts) for parts in split]
         if not ids[-1]:
@@ -125,11 +138,49 @@ class PromptEncoder:
         # An answer ends the turn of the question before it.
         return [list(chain(*ids[at : at + 2])) for at in range(0, len(ids), 2)]
 
-    def conversation(self, messages: Sequence[RequestMessage]) -> list[str]:
+    def _after_system(
+        self,
+        messages: Sequence[RequestMessage],
+        frame: PromptFrame,
+        arguments: Mapping[str, Any] | None,
+    ) -> Sequence[RequestMessage]:
+        """Messages after the system message, if there is one; ApiError as `check_same`."""
+        system = None
+        if messages[0].role in ("system", "developer"):
+            system, messages = messages[0].text, messages[1:]
+        for param, told in (
+            ("messages", (system, None)),
+            ("chat_template_kwargs", (None, arguments)),
+        ):
+            try:
+                check_same(self.tokenizer, frame, *told)
+            except KvfoldError as refused:
+                raise ApiError(400, str(refused), param=param) from None
+        return messages
+
+    def arguments(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Checked arguments of the chat template; raises ApiError for those it does not take."""
+        if not given:
+            return {}
+        try:
+            if not self.tokenizer.chat_template:
+                raise KvfoldError("the model has no chat template: leave its arguments out")
+            made = json_arguments(self.tokenizer, given)
+            if not self.special_tokens:
+                check_spelled(self.tokenizer, None, made)
+        except KvfoldError as refused:
+            raise ApiError(400, str(refused), param="chat_template_kwargs") from None
+        return made
+
+    def conversation(
+        self, messages: Sequence[RequestMessage], template: Mapping[str, Any] | None = None
+    ) -> list[str]:
         """Segments of a conversation without a context, up to where the answer begins.
 
-        Raises ApiError for messages of tools, and if the chat template refuses it or drops one.
+        Raises ApiError for messages of tools, if the chat template refuses it or drops one, and as
+        `arguments` for those of the template.
         """
+        given = self.arguments(template)
         if any(message.role == "tool" for message in messages):
             raise ApiError(
                 400, "messages of tools are for sessions: name one as session_id", param="messages"
@@ -146,8 +197,8 @@ class PromptEncoder:
         roles = [NAMES_IN_TEMPLATES.get(message.role, message.role) for message in messages]
         texts = [self.client_text(message.text) for message in messages]
         try:
-            parts = conversation(self.tokenizer, list(zip(roles, texts, strict=True)))
-            dropped = _dropped(self.tokenizer, roles)
+            parts = conversation(self.tokenizer, list(zip(roles, texts, strict=True)), given)
+            dropped = _dropped(self.tokenizer, roles, given)
         except KvfoldError as problem:
             raise ApiError(400, str(problem), param="messages") from None
         for index in dropped:
@@ -177,14 +228,16 @@ class PromptEncoder:
         return tokens
 
 
-def _dropped(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str]) -> list[int]:
+def _dropped(
+    tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], arguments: Mapping[str, Any]
+) -> list[int]:
     """Indices of the messages that the chat template drops from a conversation of `roles`.
 
     Found with short texts in their place: a template may shorten texts (answers without their
     reasoning), which drops none.
     """
     marked = [(role, f"{MARK}{index}{MARK}") for index, role in enumerate(roles)]
-    whole = "".join(conversation(tokenizer, marked))
+    whole = "".join(conversation(tokenizer, marked, arguments))
     shown = {int(index) for index in re.findall(f"{MARK}([0-9]+){MARK}", whole)}
     return [index for index in range(len(roles)) if index not in shown]
 

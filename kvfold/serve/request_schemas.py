@@ -95,10 +95,10 @@ class AnswerRequest(_Strict):
     """Fields common to requests for an answer.
 
     `context_id` names the context that precedes the whole request. Without it, `prefix_cache` lets
-    the request reuse a stored context that is a prefix of it. `n`, `best_of`, the penalties,
-    `logprobs` and fields typed as None or empty accept their default only. `user`, `metadata` and
-    other labels of the client are ignored. `usual_tokens` bounds an answer for which no length is
-    given, as in OpenAI's API; None: the server's limit.
+    the request reuse a stored context that is a prefix of it. `top_k` 0 or -1: all tokens. `n`,
+    `best_of`, OpenAI's penalties, `logprobs` and fields typed as None or empty accept their default
+    only. `user`, `metadata` and other labels of the client are ignored. `usual_tokens` bounds an
+    answer for which no length is given, as in OpenAI's API; None: the server's limit.
     """
 
     usual_tokens: ClassVar[int | None] = None
@@ -107,6 +107,9 @@ class AnswerRequest(_Strict):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.1, le=10)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | Stop | None = None
     stream: bool | None = None
@@ -145,7 +148,10 @@ class AnswerRequest(_Strict):
 
 
 class ChatRequest(AnswerRequest):
-    """`POST /v1/chat/completions`; with a `session_id`, the messages are appended to a session."""
+    """`POST /v1/chat/completions`; with a `session_id`, the messages are appended to a session.
+
+    `chat_template_kwargs` are arguments of the chat template; `reasoning_effort` is one of them.
+    """
 
     session_id: ContextId | None = None
     messages: Annotated[
@@ -160,13 +166,14 @@ class ChatRequest(AnswerRequest):
     parallel_tool_calls: bool | None = None
     functions: Empty | None = None
     function_call: Literal["none", "auto"] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     audio: None = None
     prediction: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Name | None = None
+    verbosity: Literal["medium"] | None = None
     web_search_options: None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -186,6 +193,14 @@ class ChatRequest(AnswerRequest):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens or self.max_completion_tokens
+
+    @property
+    def template(self) -> dict[str, Any] | None:
+        """Arguments of the chat template; None: none given."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else None
+        if self.chat_template_kwargs is None:
+            return effort
+        return (effort or {}) | self.chat_template_kwargs
 
 
 class CompletionRequest(AnswerRequest):
@@ -217,7 +232,8 @@ class CompletionRequest(AnswerRequest):
 class ContextRequest(_Strict):
     """`POST /v1/contexts`: a text to compress, with `method` and `budget` as in `kvfold.compress`.
 
-    A budget is a number of tokens, the ratio to keep (0.2, "20%"), or a size ("2GiB").
+    A budget is a number of tokens, the ratio to keep (0.2, "20%"), or a size ("2GiB"). `system` and
+    `chat_template_kwargs` are `system` and `template` there.
     """
 
     text: Annotated[Text, Field(min_length=1)]
@@ -229,6 +245,8 @@ class ContextRequest(_Strict):
         | Annotated[str, Field(max_length=50)]
         | None
     ) = None
+    system: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SessionRequest(_Strict):

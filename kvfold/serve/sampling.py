@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kvfold.serve.request_schemas import AnswerRequest
 
@@ -17,10 +24,16 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of an answer, and the strings that end it."""
+    """Sampling parameters of an answer, and the strings that end it.
+
+    The repetition penalty sees all tokens of the prompt, those of a compressed context included.
+    """
 
     temperature: float
     top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
     seed: int | None
     stop: tuple[str, ...]
 
@@ -30,18 +43,30 @@ class SamplingParams:
         return cls(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(0, request.top_k or 0),
+            min_p=request.min_p or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
             seed=request.seed,
             stop=request.stops,
         )
 
     def processors(self, device: torch.device) -> list[LogitsProcessor]:
-        """Logits processors that make greedy generation sample; none at temperature 0."""
+        """Logits processors that make greedy generation sample, in the order of transformers.
+
+        At temperature 0 only the repetition penalty, if any.
+        """
+        chain: list[LogitsProcessor] = []
+        if self.repetition_penalty != 1:
+            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.temperature == 0:
-            return []
-        temperature = max(self.temperature, COLDEST)
-        chain: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
+            return chain
+        chain.append(TemperatureLogitsWarper(max(self.temperature, COLDEST)))
+        if self.top_k:
+            chain.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
             chain.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            chain.append(MinPLogitsWarper(self.min_p))
         generator = torch.Generator(device)
         generator.seed() if self.seed is None else generator.manual_seed(self.seed)
         return [*chain, TokenSampler(generator)]

@@ -79,6 +79,10 @@ class Sessions:
         engine, settings = self.engine, self.engine.settings
         engine.start_job(cancelled)
         assert request.session_id is not None
+        if request.template is not None:
+            named = "chat_template_kwargs" if request.chat_template_kwargs else "reasoning_effort"
+            message = f"{named}: a session has no arguments of its template: leave the field out"
+            raise ApiError(400, message, param=named)
         messages, new = self._messages(request.messages)
         sampling = SamplingParams.of(request)
         most = new + engine.tokens_to_generate(new, request)

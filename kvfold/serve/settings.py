@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from kvfold.cache.plan import checked_budget
 from kvfold.contexts.session import check_method
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import parse
+from kvfold.serve.cross_origin import ANY
+
+# As browsers send it: a scheme, a host in lower case, a port if it is not the scheme's.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,11 @@ class ServerSettings:
         special_tokens: parse special tokens in clients' texts instead of reading them as text.
         allow_longer: accept texts beyond the model's trained length.
         grace: time for running answers to end after a stop.
+        origins: web sites whose pages may use the server, such as "https://a.example"; "*": all.
 
-    Raises KvfoldError for values out of range, a `shrink` that is no budget, a blank API key, an
-    unknown method of sessions, and a budget of sessions or chats below what is always kept.
+    Raises KvfoldError for values out of range, an origin that is none, a `shrink` that is no
+    budget, a blank API key, an unknown method of sessions, and a budget of sessions or chats below
+    what is always kept.
     """
 
     method: str = "kvzip"
@@ -76,6 +83,7 @@ class ServerSettings:
     special_tokens: bool = False
     allow_longer: bool = False
     grace: float = 30.0
+    origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -104,6 +112,12 @@ class ServerSettings:
             raise KvfoldError("the API key is empty: set one, or leave it out")
         if self.api_key is not None and self.api_key != self.api_key.strip():
             raise KvfoldError("the API key begins or ends with white space: leave that out")
+        for origin in self.origins:
+            if origin != ANY and not ORIGIN.fullmatch(origin):
+                raise KvfoldError(
+                    f"{origin!r} is no origin of web pages: write scheme and host in lower case, "
+                    'such as "https://example.org" or "http://localhost:3000", or "*" for all'
+                )
         _check_sessions(self.session_method, self.session_budget)
         if self.chat_budget is not None:
             _check_chats(self.method, self.chat_budget)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,8 @@ _UPLOAD = {
         "id": _TEXT | {"pattern": CONTEXT_ID},
         "method": _TEXT,
         "budget": _TEXT,
+        "system": _TEXT,
+        "chat_template_kwargs": _TEXT | {"description": "A JSON object."},
     },
 }
 BODY = {
@@ -114,4 +117,6 @@ async def _form(request: Request) -> dict[str, Any]:
             text = (await file.read()).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ApiError(400, "the file is no text in UTF-8", param="file") from None
+    if isinstance(arguments := fields.get("chat_template_kwargs"), str):
+        fields["chat_template_kwargs"] = json.loads(arguments)
     return fields | {"text": text}

@@ -50,7 +50,7 @@ class ContextCatalog:
     def chat(self, asking: ChatRequest) -> ContextPrompt:
         """The prompt of a conversation after a document."""
         served = self._requested(asking.context_id)
-        turns = self.prompts.turns(asking.messages, served.frame)
+        turns = self.prompts.turns(asking.messages, served.frame, asking.template)
         return ContextPrompt(served, list(chain(*turns)))
 
     def complete(self, asking: CompletionRequest) -> ContextPrompt:

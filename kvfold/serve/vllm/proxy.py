@@ -35,7 +35,10 @@ from kvfold.serve.vllm.request import ContextPrompt
 VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 # Headers of one connection, which are not forwarded.
 HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "upgrade"}
-SAMPLING = ("model", "temperature", "top_p", "seed", "stop", "stream", "user")
+SAMPLING = (
+    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
+    "stream", "user",
+)  # fmt: skip
 # nginx's status for a client that closed the connection; nobody reads the answer.
 GONE = 499
 A = TypeVar("A", bound=AnswerRequest)
@@ -97,9 +100,10 @@ class Proxy:
             asked = ContextRequest.model_validate_json(body)
         except ValidationError as problem:
             raise invalid(problem.errors()) from None
-        if asked.method is not None or asked.budget is not None:
-            named = "method" if asked.method is not None else "budget"
-            raise ApiError(400, "method and budget are the server's: leave them out", param=named)
+        for named in ("method", "budget", "system", "chat_template_kwargs"):
+            if getattr(asked, named) is not None:
+                whole = "method, budget and what stands before a text are the server's"
+                raise ApiError(400, f"{whole}: leave {named} out", param=named)
         name = await _unless_gone(request, self._arrivals().made(asked.text, asked.id))
         return JSONResponse(await run_in_threadpool(self.contexts.about, name), 201)
 
