@@ -130,7 +130,7 @@ def test_texts_beyond_the_passages_are_counted_and_the_file_has_the_scorer_s_nam
         (["--codec", "kvtc", "--scorer", "kvzip"], "no scorer: leave out --scorer"),
         (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
         (["--out", "nowhere/a"], "no folder nowhere"),
-        (["--out", "."], "cannot write .: . is a folder"),
+        (["--out", "."], "cannot write .: it is a folder"),
         (["--words", "9000"], "none has 9000 words"),
     ],
 )
