@@ -46,6 +46,7 @@ TESTED_BY = {
     "cache/waiting.py": "cache/test_decode.py",
     "contexts/context.py": "contexts/test_answer.py",
     "contexts/files/damage.py": "serve/vllm/test_placeholders.py",
+    "contexts/files/session_header.py": "contexts/test_session.py",
     "contexts/session_record.py": "contexts/test_session.py",
     "generation/head_scores.py": "methods/test_kvzip.py",
     "generation/layerwise.py": "methods/test_pyramidinfer.py",

@@ -12,10 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:  # policies run without transformers
+    from transformers import PreTrainedTokenizerBase
 
 # Read before a later segment and taken off again: some tokenizers begin a text with a space.
 LEAD = "\n"

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvfold.codecs.basis import Scope
 from kvfold.codecs.compression import Compressor, decompressed_tensor
+from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import (
@@ -93,36 +94,6 @@ class BudgetHeader(HeaderPart):
 
     kind: Literal["tokens", "ratio", "bytes"]
     amount: int | float
-
-
-class SessionItem(HeaderPart):
-    """A message of a session; see `contexts/session.py`."""
-
-    id: str
-    role: Literal["user", "tool", "assistant"]
-    start: int
-    stop: int
-
-
-class SessionHeader(HeaderPart):
-    """Messages, queued drops and counts of a session."""
-
-    items: list[SessionItem]
-    queued: tuple[str, ...]
-    numbered: NonNegativeInt
-    turns: NonNegativeInt
-    compactions: NonNegativeInt
-
-    def contradiction(self, seen: int) -> str | None:
-        """The first thing that no session of `seen` tokens has; None if there is none."""
-        ids = [each.id for each in self.items]
-        places = [0, *(place for each in self.items for place in (each.start, each.stop)), seen]
-        if places != sorted(places):
-            return f"its messages do not follow each other within its {seen} tokens"
-        if len(set(ids)) < len(ids):
-            return "two of its messages have the same id"
-        unknown = sorted(set(self.queued) - set(ids))
-        return f"it drops a message {unknown[0]!r} that it does not have" if unknown else None
 
 
 class LevelHeader(HeaderPart):

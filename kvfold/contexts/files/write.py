@@ -25,12 +25,12 @@ from kvfold.contexts.files.format import (
     BudgetHeader,
     Header,
     LayerHeader,
-    SessionHeader,
     StockLayerHeader,
     TextHeader,
     merged_over_ranks,
     metadata,
 )
+from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.errors import KvfoldError
 from kvfold.hf.header import ModelHeader, RopeHeader, digest_of, order_metadata
 from kvfold.hf.identity import model_header, rope_header

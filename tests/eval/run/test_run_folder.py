@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -165,8 +166,11 @@ def test_more_of_the_same_goes_on_in_the_same_folder(setting, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_said_in_one_line(plan, tmp_path):
-    (tmp_path / "cells.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_is_said_in_one_line(plan, tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
     file = RecordFile(tmp_path / "cells.jsonl", EvalCell)
     with pytest.raises(KvfoldError, match=r"cannot write .*cells\.jsonl: .*No space left"):
         file.add(plan.cells())

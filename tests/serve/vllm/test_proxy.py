@@ -270,7 +270,7 @@ def test_what_names_no_context_passes_unchanged(vllm):
         ({"context_id": "stranger"}, 400, "but other weights"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
         ({"n": 2}, 400, "n"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "without a system message"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "with no system message"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_the_reason(vllm, changes, status, named):
