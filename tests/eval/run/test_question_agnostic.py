@@ -72,8 +72,8 @@ def test_turns_that_spell_special_tokens_are_text(setting, history, monkeypatch)
     read = []
     whole = Chat.question_ids
 
-    def noted(chat, question, *rest):
-        ids = whole(chat, question, *rest)
+    def noted(chat, question, *rest, **more):
+        ids = whole(chat, question, *rest, **more)
         read.append(ids)
         return ids
 
