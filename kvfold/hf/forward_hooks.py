@@ -107,7 +107,7 @@ def _look_up(limit: int | None, model: nn.Module, args: Any, kwargs: dict[str, A
     """Raises KvfoldError for tokens and positions that the model has no numbers for."""
     cache = given_cache(kwargs)
     if isinstance(cache, ToldOfForwards):
-        check_forward(model, limit, _ids(args, kwargs), kwargs, cache.get_seq_length())
+        check_forward(model, limit, _ids(args, kwargs), kwargs, cache.get_seq_length)
 
 
 def _begins(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,19 +55,26 @@ def check_answer(model: Any, mask: Tensor, new: int) -> None:
 
 
 def check_forward(
-    model: Any, limit: int | None, ids: Tensor | None, given: dict[str, Any], seen: int
+    model: Any,
+    limit: int | None,
+    ids: Tensor | None,
+    given: dict[str, Any],
+    length: Callable[[], int],
 ) -> None:
-    """Raises KvfoldError as above for a forward that reads `ids [B, S]` after `seen` columns.
+    """Raises KvfoldError as above for a forward that reads `ids [B, S]` behind `length()` columns.
 
     `limit` is that of `learned_positions`, `given` are the arguments by name. The tokens of a
-    decode step are not compared, for which a GPU would have to be waited for.
+    decode step are not compared, for which a GPU would have to be waited for; nor are lengths in a
+    graph, which counts on the device: `check_answer` has looked before.
     """
     if ids is None:
         return
     if ids.shape[1] > 1:
         check_tokens(model, ids)
-    columns = seen + ids.shape[1]
-    if limit is None or columns <= limit:
+    if limit is None or torch.compiler.is_compiling():
+        return
+    columns = length() + ids.shape[1]
+    if columns <= limit:
         return
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if isinstance(positions, Tensor):

@@ -227,6 +227,14 @@ def test_one_graph_serves_all_caches(model, specs, lengths):
     assert graphs() == 1
 
 
+def test_looking_up_positions_makes_no_graph():
+    torch._dynamo.reset()
+    counters.clear()
+    outs, _ = both(build("gpt2"), "snapkv:window=8", (60,), max_new_tokens=6)
+    assert torch.equal(*outs)
+    assert graphs() == 1
+
+
 def test_what_is_packed_needs_no_graph_of_its_own(model):
     for length in range(3):
         outs, _ = both(model, ENCODED[0], (64 + 9 * length,), max_new_tokens=5 + 9 * length)
