@@ -66,19 +66,20 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, rights: int | None = None) -> Iterator[Path]:
     """A temporary path to write to, which replaces `path` if the block succeeds.
 
-    The file's permissions stay. Raises KvfoldError if it cannot be written.
+    The file gets the permissions `rights`; None: they stay. Raises KvfoldError if it cannot be
+    written.
     """
     check_replaceable(path)
     temporary = path.with_name(f".kvfold-{uuid.uuid4().hex}.tmp")  # short: the name may be long
     try:
         temporary.touch()
         # safetensors may replace the file by one that only its owner can read.
-        rights = (path if path.is_file() else temporary).stat().st_mode
+        usual = (path if path.is_file() else temporary).stat().st_mode
         yield temporary
-        temporary.chmod(rights)
+        temporary.chmod(usual if rights is None else rights)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         check_replaceable(path)  # the writing took time

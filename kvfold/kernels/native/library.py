@@ -9,11 +9,11 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.kernels.native.kept_library import cache_folder, keep, read_kept
 
 Array = NDArray[np.generic]
 
@@ -40,22 +43,30 @@ INSTRUCTIONS = {
     ],
 }
 
+SECONDS = 300  # that the compiler gets; it takes about four
+MOST_WORDS = 2000  # bytes of what it says that are passed on
+
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None without a C++ compiler, and with a warning if the compiler fails."""
+    """The library; None without a C++ compiler, and with a warning if it cannot be had."""
     try:
         compiler = shlex.split(os.environ.get("CXX", "c++"))
         command = _command(compiler)
-        kept = _folder() / f"kernels-{_digest(command)}.so"
-        loaded = _loaded(kept)
-        if loaded is None and compiler and shutil.which(compiler[0]) is not None:
-            loaded = _compiled(command, kept)
-        return loaded
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        kept = cache_folder() / f"kernels-{_digest(command)}.so"
+        # A copy is loaded: what is cut short while it is in use would end the process.
+        with tempfile.TemporaryDirectory(prefix="kvfold-") as folder:
+            made = Path(folder) / kept.name
+            loaded = _loaded(read_kept(kept), made)
+            if loaded is None and compiler and shutil.which(compiler[0]) is not None:
+                _compile(command, made)
+                loaded = ctypes.CDLL(str(made))
+                keep(kept, made.read_bytes())
+            return loaded
+    except (OSError, ValueError, KvfoldError) as error:
         warnings.warn(
-            f"kvfold's C++ kernels are not used, and quantized entries are read more slowly: {why}",
+            "kvfold's C++ kernels are not used, and quantized entries are read more slowly: "
+            f"{str(error) or type(error).__name__}",
             stacklevel=2,
         )
         return None
@@ -74,39 +85,45 @@ def _digest(command: list[str]) -> str:
     return hashlib.sha256("\0".join([*parts, *command, *machine]).encode()).hexdigest()[:16]
 
 
-def _folder() -> Path:
-    """Where libraries are kept, if it can be written to."""
+def _loaded(library: bytes | None, made: Path) -> ctypes.CDLL | None:
+    """A kept library, from the file `made`; None if there is none, or not for this machine."""
+    if library is None:
+        return None
+    made.write_bytes(library)
     try:
-        home = Path.home()
-    except RuntimeError:  # there is none
-        home = Path(tempfile.gettempdir())
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "kvfold"
-
-
-def _loaded(path: Path) -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # it is not there, or damaged
+        return ctypes.CDLL(str(made))
+    except OSError:
         return None
 
 
-def _compiled(command: list[str], kept: Path) -> ctypes.CDLL:
-    """The library, compiled; its file is `kept` where that can be written."""
-    with tempfile.TemporaryDirectory(prefix="kvfold-") as folder:
-        made = Path(folder) / kept.name
-        subprocess.run(
-            [*command, *map(str, SOURCES), "-o", str(made)],
-            check=True,
-            capture_output=True,
-            text=True,
-            errors="replace",
+def _compile(command: list[str], made: Path) -> None:
+    """Compiles the sources into the file `made`; raises KvfoldError, with the compiler's words."""
+    whole = [*command, *map(str, SOURCES), "-o", str(made)]
+    # A file takes its words: a pipe would be held open by programs that the compiler has started.
+    with tempfile.TemporaryFile() as told:
+        process = subprocess.Popen(
+            whole, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True
         )
-        with suppress(OSError):
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            beside = kept.with_suffix(f".{os.getpid()}")
-            shutil.copyfile(made, beside)
-            beside.replace(kept)  # another process may do the same
-        return ctypes.CDLL(str(made))
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            raise KvfoldError(f"{command[0]} took more than {SECONDS} s to compile them") from None
+        finally:
+            _end(process)
+        told.seek(0)
+        words = told.read(MOST_WORDS).decode(errors="replace").strip()
+    if status != 0:
+        raise KvfoldError(words or f"{command[0]} ended with status {status} and said nothing")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a compiler that still runs, with the programs that it has started."""
+    if process.poll() is None:
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def call(function: str, *arguments: Tensor | Array | int | float) -> int:
