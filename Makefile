@@ -45,10 +45,10 @@ real: .venv/ready
 # Anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier files are replaced.
 fits: real
 	$(if $(REAL),$(error make fits fits .models/smollm2: for another model see kvfold fit --help))
-	$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors
-	$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors
-	$(FIT) --scorer duo --out $(FITTED)-heads.safetensors
-	$(FIT) --scorer "snapkv + curve" --out $(FITTED)-curve.safetensors
+	$(FIT) --force --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors
+	$(FIT) --force --scorer qfilter --out $(FITTED)-filters.safetensors
+	$(FIT) --force --scorer duo --out $(FITTED)-heads.safetensors
+	$(FIT) --force --scorer "snapkv + curve" --out $(FITTED)-curve.safetensors
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto

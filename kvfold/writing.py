@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import uuid
@@ -48,6 +49,30 @@ def check_replaceable(*paths: Path) -> None:
             folder = path.parent.resolve()
             if folder in SYSTEM or not {*SYSTEM[2:]}.isdisjoint(folder.parents):
                 raise KvfoldError(f"cannot write {path}: {folder} has no files of its own")
+
+
+def check_kind(path: Path, mark: str, kind: str) -> None:
+    """Raises KvfoldError if a file at `path` has content, and is none of a `kind` of kvfold.
+
+    Files of the kind are safetensors whose metadata has the key `mark`.
+    """
+    check_replaceable(path)
+    with suppress(OSError):  # writing tells why
+        if path.stat().st_size and mark not in _metadata(path):
+            raise KvfoldError(f"{path} is not of kvfold, or is no {kind}: name another file")
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file, even of one cut off; empty for another file."""
+    with path.open("rb") as file:
+        size, opening = int.from_bytes(file.read(8), "little"), file.read(1)
+        if opening != b"{" or size > path.stat().st_size:
+            return {}
+        try:
+            found = json.loads(opening + file.read(size - 1)).get("__metadata__", {})
+        except (ValueError, RecursionError):
+            return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_folder(folder: Path) -> None:

@@ -97,14 +97,8 @@ def check(
     given = prompts_of(prompts)
     inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed, rows_of(model))
     inputs.check_lengths(model, LONGER * tokens, allow_longer)
-    protocol = CheckProtocol(
-        tokens=tokens,
-        limit=LONGER * tokens,
-        question_aware=question_aware,
-        seed=seed,
-        words=WORDS,
-    )
-    subject = EvaluatedModel.of(_name(model), model, tokenizer)
+    protocol = protocol_of(tokens, question_aware, seed)
+    subject = subject_of(model, tokenizer)
     code = commit()
     measures = subject.model_dump_json() + protocol.model_dump_json()
     run = sha256(f"{measures}{__version__}{code}")
@@ -132,6 +126,22 @@ def check(
         setup=MachineSetup.here(),
         commit=code,
     ).signed()
+
+
+def subject_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> EvaluatedModel:
+    """The model of a check, by its hub id or its folder's name."""
+    return EvaluatedModel.of(_name(model), model, tokenizer)
+
+
+def protocol_of(tokens: int, question_aware: bool, seed: int) -> CheckProtocol:
+    """The protocol of a check that forces so many tokens."""
+    return CheckProtocol(
+        tokens=tokens,
+        limit=LONGER * tokens,
+        question_aware=question_aware,
+        seed=seed,
+        words=WORDS,
+    )
 
 
 def limits_of(tolerance: float) -> CheckLimits:
@@ -199,8 +209,9 @@ class CheckInputs:
 
     @property
     def digest(self) -> str:
-        """Hash of all prompts."""
-        return sha256(" ".join(prompt.digest for prompt in self.prompts))
+        """Hash of all prompts, attacks included."""
+        attacks = (each.prompt.digest for batch in self.attacks for each in batch)
+        return sha256(" ".join([*(prompt.digest for prompt in self.prompts), *attacks]))
 
     @property
     def tokens(self) -> tuple[int, int]:

@@ -134,7 +134,8 @@ class Certificate(BaseModel):
 class CheckResult(BaseModel):
     """Everything that a check found.
 
-    `run` hashes model and protocol; `prompts_digest` the prompts; `digest` the whole result.
+    `run` hashes model and protocol; `prompts_digest` the prompts, attacks included; `digest` the
+    whole result.
     """
 
     model_config = ConfigDict(frozen=True)

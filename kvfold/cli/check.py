@@ -16,7 +16,7 @@ from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text,
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
-from kvfold.writing import check_folder, write_text
+from kvfold.writing import check_folder, check_replaceable, write_text
 
 if TYPE_CHECKING:
     from kvfold.checks.result import CheckResult
@@ -63,6 +63,9 @@ def command(
         Path,
         typer.Option("--out", "-o", file_okay=False, help="Folder of results; a rerun resumes."),
     ] = Path("kvfold-check"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a result that another request made.")
+    ] = False,
     allow_longer: AllowLonger = False,
     as_json: Json = False,
     *,
@@ -77,20 +80,37 @@ def command(
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         from kvfold.checks.check import ATTACK, check, contenders, limits_of, several
+        from kvfold.checks.earlier import check_request, check_subject, earlier_result
         from kvfold.checks.prompts import prompts_of
         from kvfold.checks.records import RECORDS
         from kvfold.methods.registry import listed
     # Refused here, before a large model is loaded.
     named, amounts = listed(methods), words(budgets)
-    contenders(named, amounts, question_aware)
+    asked = contenders(named, amounts, question_aware)
     limits_of(tolerance)
     check_apart([out, *(out / made for made in (RECORDS, RESULT, PAGE))], [prompts, attacks])
     check_folder(out)
-    check_own(out / RESULT, out / PAGE)
-    several(prompts_of(prompts))
-    requests = [ATTACK] if attacks is None else read_text(attacks).splitlines()
+    check_replaceable(out / RESULT)
+    check_own(out / PAGE)
+    earlier = earlier_result(out / RESULT, force)
+    if earlier is not None:
+        check_request(
+            out / RESULT,
+            earlier,
+            asked,
+            tokens=tokens,
+            question_aware=question_aware,
+            seed=seed,
+            tolerance=tolerance,
+        )
+    given = prompts_of(prompts)
+    several(given)
+    lines = [ATTACK] if attacks is None else read_text(attacks).splitlines()
+    requests = [each for each in lines if each.strip()]
     check_name(model, loading)
     network, tokenizer = load(model, loading)
+    if earlier is not None:
+        check_subject(out / RESULT, earlier, network, tokenizer, given, requests)
     with progress(screen) as bar:
         task = bar.add_task("reading prompts", total=None)
         result = check(
@@ -102,7 +122,7 @@ def command(
             question_aware=question_aware,
             tokens=tokens,
             tolerance=tolerance,
-            attacks=[each for each in requests if each.strip()],
+            attacks=requests,
             seed=seed,
             allow_longer=allow_longer,
             out=out,

@@ -37,7 +37,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart, check_own
+from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 from kvfold.writing import check_place
@@ -235,10 +235,12 @@ def _file(document: Path, out: Path | None) -> Path:
 def _is_there(path: Path, force: bool) -> bool:
     """True if a file is to be compared with the request, as it may not be replaced unseen.
 
-    Raises KvfoldError for a file that is not of kvfold.
+    Raises KvfoldError for a file that is no context file.
     """
-    check_own(path)
-    return path.is_file() and not force
+    from kvfold.contexts.files.format import check_context_place
+
+    check_context_place(path)
+    return path.is_file() and path.stat().st_size > 0 and not force
 
 
 def _compress_one(

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvfold.cli.console import counted, size, stats_json, table
 from kvfold.cli.options import read_text
+from kvfold.contexts.files.format import check_context_place
 from kvfold.errors import KvfoldError
 from kvfold.jobs.compress import (
     CompressJob,
@@ -25,7 +26,6 @@ from kvfold.jobs.compress import (
     worker_spec,
 )
 from kvfold.jobs.executor import RunJobs, here
-from kvfold.jobs.outputs import check_own
 from kvfold.loading import Loading, load, load_tokenizer
 from kvfold.terminal import console, print_json
 from kvfold.writing import check_folder
@@ -58,7 +58,8 @@ def compress_many(
     if twice:
         raise KvfoldError(f"several documents would become {min(twice)}: rename them")
     pairs = list(zip(documents, paths, strict=True))
-    check_own(*paths)
+    for path in paths:
+        check_context_place(path)
     for folder in {path.parent for path in paths}:
         check_folder(folder)
     there = {path for document, path in pairs if not force and _is_newer(document, path)}
@@ -110,8 +111,8 @@ def _workers(
 
 
 def _is_newer(document: Path, file: Path) -> bool:
-    """True if the file exists and is not older than the document."""
-    if not (file.is_file() and document.is_file()):
+    """True if the file has content and is not older than the document."""
+    if not (file.is_file() and file.stat().st_size and document.is_file()):
         return False
     return file.stat().st_mtime >= document.stat().st_mtime
 

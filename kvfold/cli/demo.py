@@ -20,7 +20,7 @@ from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.console import progress, size, table
 from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
 from kvfold.writing import check_folder, check_place, write_text
@@ -82,6 +82,7 @@ def command(
     limits = _limits(budgets)
     _prepare(page)
     check_apart([page], [book], remedy="choose another --page")
+    check_own(page, option="--page")
     haystack = None if book is None else read_text(book)
     check_name(model, Loading())
     usual = (LENGTH, NEEDLES) if model == BUNDLED else (OTHER_LENGTH, OTHER_NEEDLES)

@@ -19,6 +19,7 @@ PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="kvfold">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>kvfold demo: a model's memory, compressed</title>
 <meta name="description" content="KV cache compression on the model that comes with kvfold: \

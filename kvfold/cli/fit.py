@@ -24,10 +24,9 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart, check_own
+from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
-from kvfold.writing import check_place
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import FitResult
@@ -69,6 +68,9 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a fit that was stopped.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a fit that another request made.")
+    ] = False,
     seed: Annotated[
         int, typer.Option(help="Of passages and projections.", callback=checked_seed)
     ] = 0,
@@ -81,9 +83,9 @@ def command(
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         from kvfold.fit.fit import FitResult, fit_scorer
-        from kvfold.fit.kinds import other_fit
+        from kvfold.fit.fitted_file import check_fit, check_fit_place, request_of
+        from kvfold.fit.kinds import method_and_target, other_fit
         from kvfold.fit.passages import drawn, too_short, without_passage
-        from kvfold.fit.target import target_method
         from kvfold.methods.registry import with_known_names
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]
@@ -93,21 +95,24 @@ def command(
         refuse_given(ctx, ["scorer"], "--codec fits a codec and no scorer")
     scorer = codec or with_known_names(scorer)
     other = other_fit(scorer)
+    method, target = method_and_target(scorer)
     if other is not None:
         if resume:
             raise KvfoldError(f"{scorer} is fitted in one go: leave --resume out")
         fit = other
     else:
-        target_method(scorer)
         fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)
-    out = out or Path(f"{'scorer' if other is None else _last_name(scorer)}.safetensors")
-    check_place(out)
+    out = out or Path(f"{'scorer' if other is None else method}.safetensors")
     check_apart([out], texts)
-    check_own(out)
+    check_fit_place(out)
     if len([path for path in texts if str(path) == "-"]) > 1:
         raise KvfoldError("standard input is read once: name one -")
     whole = [read_text(path, encoding) for path in texts]
     read = drawn(whole, passages, words, seed)
+    there = not force and out.is_file() and out.stat().st_size > 0
+    request = request_of(method, target, read, seed if other is None else 0)
+    if there:
+        check_fit(out, request)
     for place in too_short(whole, words):
         told = f"{texts[place]} has fewer than {words} words (--words), and is not used"
         notes.print(told, soft_wrap=True)
@@ -115,6 +120,8 @@ def command(
         told = f"{unread} of {len(texts)} texts give no passage: raise --passages ({passages})"
         notes.print(told, soft_wrap=True)
     network, tokenizer = load(model, loading)
+    if there:
+        check_fit(out, request, network)
     with progress(notes) as bar:
         task = bar.add_task("fitting", total=None)
         result = fit(
@@ -129,12 +136,7 @@ def command(
     elif isinstance(result, FitResult):
         _print(result)
     else:
-        _print_other(result, scorer)
-
-
-def _last_name(scorer: str) -> str:
-    """The name of a method, of a composition that of its last part."""
-    return scorer.rpartition("+")[2].partition(":")[0].strip()
+        _print_other(result, method)
 
 
 def _print_other(result: OtherFit, method: str) -> None:

@@ -84,7 +84,7 @@ def fit_centres(
         share.mean(-1).flatten(1).tolist(),
     )
     report = {"concentration": result.concentration}
-    write_fit(result.path, fitted, model, target=Centres.method, texts=len(texts), report=report)
+    write_fit(result.path, fitted, model, target=Centres.method, texts=texts, report=report)
     return result
 
 

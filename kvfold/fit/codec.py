@@ -107,7 +107,7 @@ def fit_codec(
         (keys, values),
     )
     report = {"ranks": result.ranks, "left_out": result.left_out, "held_out": len(held_out)}
-    write_fit(result.path, basis, model, target=Basis.method, texts=len(texts), report=report)
+    write_fit(result.path, basis, model, target=Basis.method, texts=texts, report=report)
     return result
 
 

@@ -105,7 +105,7 @@ def fit_curve(
     share = curve.numbers / weights_of(model)
     result = CurveFit(Path(out), score, len(texts), curve.numbers, share, mass, of_equal)
     report = {"mass": mass, "mass_of_equal": of_equal}
-    write_fit(result.path, curve, model, target=score, texts=len(texts), report=report)
+    write_fit(result.path, curve, model, target=score, texts=texts, report=report)
     return result
 
 

@@ -86,7 +86,7 @@ def fit_filters(
         float(alike.min()),
     )
     report = {"agreement": result.agreement, "least_agreement": result.least_agreement}
-    write_fit(result.path, filters, model, target=Filters.method, texts=len(texts), report=report)
+    write_fit(result.path, filters, model, target=Filters.method, texts=texts, report=report)
     return result
 
 

@@ -134,7 +134,7 @@ def fit_scorer(
     scorer = Scorer(weights.float(), features.scales, projections)
     share = scorer.numbers / of_model
     result = FitResult(path, *best, len(texts), scorer.numbers, share, mean_of(held_out))
-    _write(result, scorer, model, str(method))
+    _write(result, scorer, model, str(method), texts, seed)
     progress.remove()
     return result
 
@@ -228,10 +228,17 @@ def _candidates(features: Features, sums: RidgeSums, most: int) -> Candidates:
     return made
 
 
-def _write(result: FitResult, scorer: Scorer, model: PreTrainedModel, target: str) -> None:
+def _write(
+    result: FitResult,
+    scorer: Scorer,
+    model: PreTrainedModel,
+    target: str,
+    texts: Sequence[str],
+    seed: int,
+) -> None:
     report = {
         "projections": result.projections,
         "penalty": result.penalty,
         "held_out": asdict(result.held_out),
     }
-    write_fit(result.path, scorer, model, target=target, texts=result.texts, report=report)
+    write_fit(result.path, scorer, model, target=target, texts=texts, report=report, seed=seed)

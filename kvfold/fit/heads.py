@@ -71,9 +71,7 @@ def fit_heads(
     share = scores.numbers / weights_of(model)
     result = HeadFit(Path(out), len(texts), scores.numbers, share, _in_common(*halves))
     report = {"agreement": result.agreement}
-    write_fit(
-        result.path, scores, model, target=RetrievalScores.method, texts=len(texts), report=report
-    )
+    write_fit(result.path, scores, model, target=RetrievalScores.method, texts=texts, report=report)
     return result
 
 

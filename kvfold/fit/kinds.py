@@ -11,6 +11,7 @@ from kvfold.fit.codec import CodecFit, fit_codec
 from kvfold.fit.curves import PUBLISHED, CurveFit, fit_curve, ranking_method
 from kvfold.fit.filters import FilterFit, fit_filters
 from kvfold.fit.heads import HeadFit, fit_heads
+from kvfold.fit.target import target_method
 
 OtherFit = CentreFit | FilterFit | HeadFit | CurveFit | CodecFit
 # (model, tokenizer, texts, out, *, note) → result
@@ -33,3 +34,14 @@ def other_fit(scorer: str) -> Callable[..., OtherFit] | None:
         ranking_method(score)
         return partial(fit_curve, score=score)
     return OTHERS.get(scorer)
+
+
+def method_and_target(scorer: str) -> tuple[str, str]:
+    """The method or codec that a fit is for, and what it is fitted to, as its file names them.
+
+    Raises KvfoldError as `target_method`.
+    """
+    score, plus, last = (part.strip() for part in scorer.rpartition("+"))
+    if last == "curve":
+        return last, score if plus else PUBLISHED
+    return (scorer, scorer) if scorer in OTHERS else ("zap", str(target_method(scorer)))

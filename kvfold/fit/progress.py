@@ -17,7 +17,7 @@ from kvfold.errors import KvfoldError
 from kvfold.fit.sums import RidgeSums
 from kvfold.hf.header import digest
 from kvfold.hf.identity import model_header
-from kvfold.writing import check_replaceable, replacing
+from kvfold.writing import check_kind, replacing
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import Features
@@ -49,7 +49,8 @@ class Progress:
         """
         path = out.with_name(f"{out.name}.partial")
         identity = [model_header(model).weights, str(model.dtype), target, seed, list(texts)]
-        check_replaceable(path)
+        if not resume:
+            check_kind(path, "about", "stopped fit")
         blank = cls(path, digest(json.dumps(identity)))
         return blank._stored(len(texts)) if resume and path.exists() else blank
 

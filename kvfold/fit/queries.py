@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.fit.fitted_file import check_fit_place
 from kvfold.generation.generate import read_on
 from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import caches_latents
 from kvfold.hf.rotation import Rotation
-from kvfold.writing import check_place
 
 LEAST_TOKENS = 64  # of a text
 
@@ -47,9 +47,9 @@ def check_inputs(
     """Raises KvfoldError for what would make a fit of `texts` into the file `out` fail later.
 
     Fewer than `least` texts, one of less than 64 tokens or beyond the model's trained length, and
-    an `out` that is a folder or in none.
+    an `out` that is a folder or in none, or another kind of file.
     """
-    check_place(Path(out))
+    check_fit_place(Path(out))
     if len(texts) < least:
         raise KvfoldError(
             f"{len(texts)} texts are too few to fit a scorer and to check it: give at least {least}"

@@ -32,6 +32,7 @@ class ScorerHeader(HeaderPart):
 
     `target` is the method whose scores were learned, or that the numbers are for, `texts` the
     number of texts read, `report` the fit's measurements, `checksums` those of each tensor.
+    `request` is a digest of what was asked for; "" in files from before it was noted.
     """
 
     written_by: str
@@ -42,6 +43,7 @@ class ScorerHeader(HeaderPart):
     rope: RopeHeader
     report: dict[str, Any] = Field(default_factory=dict)
     checksums: dict[str, str] = Field(default_factory=dict)
+    request: str = ""
 
 
 def read_table(path: str | Path) -> Tensor:

@@ -63,7 +63,7 @@ def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> K
     fitted, _ = read_kind(path, kind)
     reason = None
     if Path(path).suffix not in kind.tables:
-        reason = _difference(*read_scorer_file(path), model)
+        reason = difference(*read_scorer_file(path), model)
     if reason is not None:
         raise ScorerFileError(
             f"{path} was fitted for {reason}: fit one for this model, {how_to_fit(kind)}"
@@ -71,7 +71,7 @@ def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> K
     return fitted
 
 
-def _difference(
+def difference(
     header: ScorerHeader, tensors: dict[str, Tensor], model: PreTrainedModel
 ) -> str | None:
     """The difference of a file's model from `model`, in words; None if there is none."""

@@ -30,11 +30,10 @@ from kvfold.hf.identity import check_identifiable
 from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import Content
 from kvfold.jobs.executor import WorkerSpec, told
+from kvfold.jobs.outputs import REPLACE
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, parse, spelled_out
 from kvfold.methods.stages.select.one_set import Rule
-
-REPLACE = "replace it with --force, or choose another --out"
 
 
 @dataclass(frozen=True)

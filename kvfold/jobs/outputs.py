@@ -10,6 +10,9 @@ from kvfold.errors import KvfoldError
 from kvfold.writing import check_replaceable
 
 BEGINNING = 1 << 20  # bytes in which a file of kvfold says so
+REPLACE = "replace it with --force, or choose another --out"
+# A page may tell of kvfold and be the user's own.
+OF_PAGES = b'<meta name="generator" content="kvfold">'
 
 
 def check_apart(
@@ -25,15 +28,17 @@ def check_apart(
             raise KvfoldError(f"{path} is read, and would be overwritten: {remedy}")
 
 
-def check_own(*paths: Path) -> None:
+def check_own(*paths: Path, option: str = "--out") -> None:
     """Raises KvfoldError for a file that kvfold has not made, and would write over.
 
-    Also for what is no regular file.
+    Also for what is no regular file. An empty file may be written over.
     """
     check_replaceable(*paths)
     for path in paths:
-        if path.is_file() and b"kvfold" not in _beginning(path):
-            raise KvfoldError(f"{path} is not of kvfold: choose another --out")
+        said = OF_PAGES if path.suffix.lower() in (".html", ".htm") else b"kvfold"
+        beginning = _beginning(path) if path.is_file() else b""
+        if beginning and said not in beginning:
+            raise KvfoldError(f"{path} is not of kvfold: choose another {option}")
 
 
 def _beginning(path: Path) -> bytes:

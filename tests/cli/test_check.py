@@ -43,7 +43,28 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
     page = (out / "index.html").read_text()
     assert "<script" not in page and "<b>start" not in page and "&lt;b&gt;start" in page
     assert result.digest in page and result.certificates[0].digest in page
-    arguments += ["--methods", "keep_middle", "--budgets", "0.3", "--tolerance", "0", "--json"]
+    assert kvfold_command(*arguments, "--methods", "kivi:bits=8").exit_code == 0
+    for other in (["--seed", "1"], ["--tolerance", "0.1"], ["--methods", "full"]):
+        said = refused(*arguments, "--methods", "kivi:bits=8", *other)
+        assert "check.json is there already, made with" in said and "--force" in said
+    for change, what in (("prompts", "other prompts"), ("model", "another model")):
+        options = ["--dtype", "bfloat16"] if change == "model" else []
+        before = prompts.read_text()
+        if change == "prompts":
+            prompts.write_text("".join(json.dumps(row(seed)) + "\n" for seed in range(5)))
+        assert what in refused(*arguments, "--methods", "kivi:bits=8", *options)
+        prompts.write_text(before)
+    assert kvfold.CheckResult.model_validate_json((out / "check.json").read_text()) == result
+    arguments += [
+        "--methods",
+        "keep_middle",
+        "--budgets",
+        "0.3",
+        "--tolerance",
+        "0",
+        "--json",
+        "--force",
+    ]
     with registry_restored("tests.helpers.keep_middle"):
         wrong = kvfold_command(*arguments, "--import", "tests.helpers.keep_middle")
     assert wrong.exit_code == 1, wrong.output
@@ -73,6 +94,15 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     if text is not None:
         path.write_text(text)
     assert message in refused("check", "no/model", str(path), *options)
+
+
+def test_a_result_that_is_not_of_kvfold_is_not_replaced(prompts: Path, tmp_path: Path) -> None:
+    given = ["check", "no/model", str(prompts), "--out", str(tmp_path)]
+    (tmp_path / "check.json").write_text('{"my": "checks of kvfold"}')
+    for options in ([], ["--force"]):
+        assert "check.json is no result of `kvfold check`" in refused(*given, *options)
+    (tmp_path / "check.json").write_text('{"kind": "kvfold check"}')
+    assert "of another version of kvfold: replace it with --force" in refused(*given)
 
 
 def test_a_folder_of_prompts_is_not_that_of_results(prompts: Path) -> None:

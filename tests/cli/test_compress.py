@@ -275,3 +275,11 @@ def test_no_force_replaces_a_file_that_is_not_of_kvfold(folder: Path, tmp_path: 
     for options in ([], ["--force"]):
         assert "notes.md is not of kvfold" in refused(*given, *options)
     assert out.read_text() == "my notes"
+    out.write_text("my notes on kvfold")
+    for options in ([], ["--force"], ["--budgets", "0.5", "--force"]):
+        if "--budgets" in options:
+            out = out.rename(tmp_path / "notes-0.5.md")
+        assert "is no context file" in refused(*given, *options)
+    assert out.read_text() == "my notes on kvfold"
+    (tmp_path / "notes.md").touch()
+    assert CliRunner().invoke(app, given).exit_code == 0

@@ -143,6 +143,34 @@ def test_a_file_that_is_no_fit_is_not_overwritten(book, tmp_path):
     weights.write_bytes(b"weights")
     said = refused("fit", "bundled", str(book), "--out", str(weights))
     assert "is not of kvfold" in said and weights.read_bytes() == b"weights"
+    context = tmp_path / "a.kvfold"
+    kvfold.compress(*kvfold.bundled_model(), PROSE, "knorm", 0.5).save(context)
+    before = context.read_bytes()
+    for given in (["--force"], []):
+        assert "is no fitted file" in refused(
+            "fit", "no/model", str(book), "-o", str(context), *given
+        )
+    partial = tmp_path / "b.partial"
+    partial.write_text("my notes")
+    options = ["--passages", "4", "--words", "80", "--out", str(tmp_path / "b")]
+    assert "is no stopped fit" in refused("fit", "bundled", str(book), *options)
+    assert context.read_bytes() == before and partial.read_text() == "my notes"
+
+
+def test_a_fit_of_another_request_is_replaced_with_force_only(book, tmp_path):
+    out = tmp_path / "fit.safetensors"
+    options = ["--passages", "4", "--words", "80", "--out", str(out)]
+    given = ["fit", "bundled", str(book), *options, "--scorer", "duo"]
+    for _ in range(2):  # the same request is answered anew
+        assert kvfold_command(*given).exit_code == 0
+    before = out.read_bytes()
+    for other in (["--seed", "1"], ["--passages", "5"], ["--scorer", "qfilter"]):
+        said = refused("fit", "no/model", str(book), *options, "--scorer", "duo", *other)
+        assert "is there already, fitted otherwise" in said and "--force" in said
+    said = refused(*given, "--dtype", "bfloat16")
+    assert "is there already, fitted for float32" in said and out.read_bytes() == before
+    assert kvfold_command(*given, "--force", "--scorer", "qfilter").exit_code == 0
+    assert out.read_bytes() != before
 
 
 def test_a_text_is_not_overwritten(book):

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvfold
+from kvfold.cli.demo_page import PAGE
 from kvfold.cli.options import read_text
-from kvfold.jobs.outputs import check_own
+from kvfold.jobs.outputs import OF_PAGES, check_own
 from tests.helpers.commands import kvfold_command, refused
 
 
@@ -117,11 +118,26 @@ def test_a_text_in_another_encoding_is_refused_in_one_line(tmp_path: Path, encod
 
 def test_a_file_that_is_not_kvfold_s_is_not_written_over(tmp_path: Path) -> None:
     own, other = tmp_path / "own.html", tmp_path / "index.html"
-    own.write_text("Made with kvfold report")
+    own.write_text('<html><meta name="generator" content="kvfold">')
     check_own(own, tmp_path / "absent.html")
-    other.write_text("My home page")
-    for command in (["report", "records.jsonl"], ["check", "no/model", "prompts.jsonl"]):
-        assert "index.html is not of kvfold" in refused(*command, "--out", str(tmp_path))
+    for text in ("My home page", "<html>My notes on kvfold</html>"):
+        other.write_text(text)
+        for command in (
+            ["report", "records.jsonl", "--out", str(tmp_path)],
+            ["check", "no/model", "prompts.jsonl", "--out", str(tmp_path)],
+            ["check", "no/model", "prompts.jsonl", "--out", str(tmp_path), "--force"],
+            ["demo", "--model", "no/model", "--page", str(other)],
+        ):
+            assert "index.html is not of kvfold: choose another --" in refused(*command)
+    other.write_text("")
+    check_own(other)
+
+
+def test_every_page_bears_the_mark_of_kvfold() -> None:
+    pages = [path.read_bytes() for path in Path(kvfold.__file__).parent.rglob("page.html")]
+    assert len(pages) == 3
+    for page in (*pages, PAGE.encode()):
+        assert OF_PAGES in page
 
 
 def test_version_and_short_help() -> None:

@@ -43,6 +43,7 @@ from kvfold.hf.header import (
     digest_of,
 )
 from kvfold.methods.stages.select.one_set import Rule
+from kvfold.writing import check_kind
 
 # Incremented when a file of one version would be misread by the other. Files with a codec are
 # CODED, those with biases of entries BIASED, and all others stay as they were.
@@ -374,6 +375,14 @@ def _begins_as_safetensors(path: Path) -> bool:
             return file.read(9)[8:] == b"{"
     except OSError:
         return True
+
+
+def check_context_place(path: Path) -> None:
+    """Raises KvfoldError if something other than a context file is at `path`, even a damaged one.
+
+    A file without content is nothing.
+    """
+    check_kind(path, FORMAT, "context file")
 
 
 def read_header(path: str | Path) -> Header:

@@ -27,6 +27,7 @@ from kvfold.contexts.files.format import (
     LayerHeader,
     StockLayerHeader,
     TextHeader,
+    check_context_place,
     merged_over_ranks,
     metadata,
 )
@@ -38,7 +39,7 @@ from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
 from kvfold.store.per_token import Quantizing
 from kvfold.store.quantized import Packing
-from kvfold.writing import check_replaceable, replacing
+from kvfold.writing import replacing
 
 if TYPE_CHECKING:
     from kvfold.contexts.context import Context
@@ -104,11 +105,11 @@ def save(
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
     KvfoldError if the cache is empty, in the middle of a turn, has several rows, or its method is
     not registered; under other adapters than it was read under; for a codec that cannot be; and if
-    the file cannot be written.
+    the file cannot be written or is there, and no context file.
     """
     cache = context.cache
     _check(cache)
-    check_replaceable(Path(path))  # before the tensors are copied
+    check_context_place(Path(path))  # before the tensors are copied
     cache.binding.check_adapters()
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)

@@ -16,6 +16,8 @@ from threading import Event
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import save as as_bytes
 
 import kvfold
 from kvfold import KvfoldError
@@ -93,6 +95,29 @@ def test_a_file_that_is_replaced_keeps_the_usual_rights(model, tokenizer, tmp_pa
     usual.touch()
     compressed(model, tokenizer, "snapkv").save(path)
     assert path.stat().st_mode == usual.stat().st_mode
+
+
+def test_only_context_files_are_replaced(model, tokenizer, tmp_path):
+    made, path = compressed(model, tokenizer, "snapkv"), tmp_path / "a"
+    session = kvfold.begin_session(model, tokenizer, DOCUMENT, "snapkv:window=4", 300)
+    others = {"a text on kvfold": b"kvfold_context", "weights": as_bytes({"a": torch.zeros(2)})}
+    others["of another kind"] = as_bytes({"a": torch.zeros(2)}, {"kvfold_scorer": "1"})
+    others["no header"] = (1 << 60).to_bytes(8, "little") + b"{" * 5000
+    others["no object"] = (9).to_bytes(8, "little") + b"{" * 9
+    for content in others.values():
+        path.write_bytes(content)
+        for one in (made, session):
+            with pytest.raises(KvfoldError, match="a is not of kvfold, or is no context file"):
+                one.save(path)
+        assert path.read_bytes() == content
+    path.write_bytes(b"")
+    made.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])  # its own, damaged
+    made.save(path)
+    assert path.read_bytes() == whole
+    session.save(path)
+    made.save(path, codec="kivi4")
 
 
 def test_no_folder_is_made(model, tokenizer, tmp_path):
