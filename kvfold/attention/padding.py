@@ -62,7 +62,7 @@ class ColumnsRead:
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules for the padding of a forward of `new` tokens.
+    """Rules for the padding of a forward of `new` tokens, behind which a text has `columns`.
 
     Full-attention layers ignore padding between tokens, but it takes room in a sliding window and
     changes a recurrent state. `slides`: true if the model `name` has such layers. `read` gives what
@@ -72,6 +72,7 @@ class Padding:
 
     name: str
     new: int
+    columns: int
     slides: bool
     read: Callable[[], ColumnsRead | None]
     uneven: Callable[[], bool]
@@ -79,6 +80,7 @@ class Padding:
 
     def check(self, mask: Tensor) -> None:
         """Raises KvfoldError for forbidden padding; `mask [B, N]`, bool, over all columns."""
+        self.check_width(mask)
         if self.new > 1:
             if bool(_ends(mask)[:, mask.shape[1] - self.new :].any()):
                 raise KvfoldError(ON_THE_LEFT)
@@ -87,6 +89,19 @@ class Padding:
             # Rows that have ended read padding, which `generate` takes for tokens.
             self._check_read(mask, hidden_only=True)
         self.check_windows(mask)
+
+    def check_width(self, mask: Tensor) -> None:
+        """Raises KvfoldError for a mask `[..., N]` of fewer or more columns than the text.
+
+        transformers takes columns that it lacks for padding, and ignores those beyond.
+        """
+        given = mask.shape[-1]
+        if given != self.columns:
+            raise KvfoldError(
+                f"attention_mask has {given} columns and needs {self.columns}: "
+                f"{self.columns - self.new} that the cache has read, evicted ones included, and "
+                f"{self.new} new"
+            )
 
     def check_whole(self, mask: Tensor) -> None:
         """Raises KvfoldError for a caller's mask `[B, Hq or 1, S, N]` that a cache cannot follow.

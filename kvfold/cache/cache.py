@@ -24,7 +24,7 @@ from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
-from kvfold.cache.history import check_whole_mask, padding_rules
+from kvfold.cache.history import check_mask, padding_rules
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -186,7 +186,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
         self._forward.begin(start, self._is_level)
-        check_whole_mask(self, mask)
+        check_mask(self, mask, new)
         self.phase.expect(ids, start)
         first.waiting.take_unjudged()  # of a forward that failed
 

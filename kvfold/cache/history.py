@@ -126,7 +126,8 @@ def padding_rules(cache: CompressedCache, new: int) -> Padding:
     """Rules for the padding of the next `new` columns of a cache."""
     slides, read = bool(cache.other_layers()), partial(columns_read, cache)
     uneven = partial(has_uneven_heads, cache)
-    return Padding(cache.binding.name, new, slides, read, uneven, cache.phase.frozen)
+    columns, frozen = cache.get_seq_length() + new, cache.phase.frozen
+    return Padding(cache.binding.name, new, columns, slides, read, uneven, frozen)
 
 
 def has_uneven_heads(cache: CompressedCache) -> bool:
@@ -134,7 +135,14 @@ def has_uneven_heads(cache: CompressedCache) -> bool:
     return any(isinstance(state.store, RaggedStore) for state in cache.states)
 
 
-def check_whole_mask(cache: CompressedCache, mask: Tensor | None) -> None:
-    """Raises KvfoldError for a caller's mask `[B, Hq or 1, S, N]` as `Padding.check_whole`."""
-    if mask is not None:
-        padding_rules(cache, mask.shape[2]).check_whole(mask)
+def check_mask(cache: CompressedCache, mask: Tensor | None, new: int) -> None:
+    """Raises KvfoldError for a caller's mask of `new` columns that a cache cannot follow.
+
+    `[B, N]` as `Padding.check_width`, `[B, Hq or 1, S, N]` as `Padding.check_whole`, too.
+    """
+    if mask is None:
+        return
+    rules = padding_rules(cache, new)
+    rules.check_width(mask)
+    if mask.dim() == 4:
+        rules.check_whole(mask)

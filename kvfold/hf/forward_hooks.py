@@ -38,8 +38,8 @@ class ToldOfForwards(ABC):
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Called before a forward of `new` tokens stores anything; an error here fails it.
 
-        `ids [B, S]` are its inputs, None for embeddings; `mask [B, Hq or 1, S, N]` is the caller's,
-        None for one that the model makes.
+        `ids [B, S]` are its inputs, None for embeddings; `mask [B, N]` or `[B, Hq or 1, S, N]` is
+        the caller's, of layers with their whole past, None without one.
         """
 
     @abstractmethod
@@ -122,10 +122,13 @@ def _begins(
             "leave it out, also of the generation configuration"
         )
     mask = kwargs.get("attention_mask")
-    whole = isinstance(mask, Tensor) and mask.dim() == 4
+    if isinstance(mask, dict):  # by kinds of layers
+        mask = mask.get("full_attention")
     ids = _ids(args, kwargs)
     given = kwargs.get("inputs_embeds") if ids is None else ids
-    cache.forward_begins(ids, mask if whole else None, 0 if given is None else given.shape[1])
+    cache.forward_begins(
+        ids, mask if isinstance(mask, Tensor) else None, 0 if given is None else given.shape[1]
+    )
     cache.logits_kept = kwargs.get("logits_to_keep", 0)
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None

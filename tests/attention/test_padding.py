@@ -197,3 +197,53 @@ def test_older_tokens_hidden_from_some_queries(spec):
         return
     given = {"attention_mask": additive(mask, torch.float64)}
     assert worst(reader(later, **given), truth(later, **given)) < 1e-9
+
+
+# --- masks of another width than the text --------------------------------------------------------
+
+
+def embedded(model, ids):
+    return {"inputs_embeds": model.get_input_embeddings()(ids)}
+
+
+ENTRIES = {
+    "ids": lambda model, ids, given: model(input_ids=ids, **given),
+    "embeddings": lambda model, ids, given: model(**embedded(model, ids), **given),
+    "decoder": lambda model, ids, given: model.get_decoder()(ids, **given),
+    "whole": lambda model, ids, given: model(
+        ids, **given | {"attention_mask": given["attention_mask"][:, None, None].bool()}
+    ),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_5"])
+@pytest.mark.parametrize("new", [1, 5])
+@torch.no_grad()
+def test_a_mask_of_another_width_is_refused_with_the_one_that_is_right(name, new, entry):
+    """Of new tokens, of kept and new ones, one too few, and one too many."""
+    model, (ids, mask), later = build(name), prompts((40, 31)), continuation(2, new)
+    for spec, budget in (("snapkv:window=8", 20), ("adakv:window=8", 20), ("full", None)):
+        cache = CompressedCache(model, spec, budget)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        before = contents(cache)
+        for width in (new, 20 + new, 39 + new, 41 + new):
+            given = {"attention_mask": torch.ones(2, width), "past_key_values": cache}
+            with pytest.raises(KvfoldError, match=f"has {width} columns and needs {40 + new}: 40 "):
+                ENTRIES[entry](model, later, given)
+        assert all(map(torch.equal, contents(cache), before))
+        whole = torch.cat([mask, torch.ones(2, new, dtype=torch.long)], 1)
+        model(later, attention_mask=whole, past_key_values=cache)
+        assert cache.get_seq_length() == 40 + new
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_first_mask_of_another_width_is_refused_under_both_names_and_when_enabled(model, name):
+    ids = prompts((40,))[0]
+    for width in (39, 41):
+        cache = CompressedCache(model, "snapkv:window=8", 20)
+        with pytest.raises(KvfoldError, match=r"needs 40: 0 .* and 40 new"):
+            model(ids, attention_mask=torch.ones(1, width), **{name: cache})
+        with kvfold.enable(model, "knorm", 0.5), pytest.raises(KvfoldError, match="needs 40"):
+            model(ids, attention_mask=torch.ones(1, width), **{name: cache})
+        assert cache.get_seq_length() == 0
