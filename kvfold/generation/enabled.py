@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from inspect import signature
 from typing import Any, Self
 
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
@@ -22,6 +27,8 @@ from kvfold.methods.base import Method
 
 # Options with which transformers makes a cache of its own.
 CACHES = ("cache_implementation", "cache_config")
+# Frames between a call of the model and a warning of its hook: torch's own.
+WARNED_FROM = 6
 
 
 class Enabled:
@@ -59,6 +66,8 @@ class CompressedGenerate:
     def __init__(self, model: PreTrainedModel, make: dict[str, Any], read: dict[str, Any]) -> None:
         self.model, self.make, self.read = model, make, read
         self.stock: Any = model.generate
+        self.hook: RemovableHandle | None = None  # while the model is enabled
+        self.warned = False  # of a forward without a cache
 
     def __call__(self, inputs: Any = None, *others: Any, **options: Any) -> Any:
         """The result of `model.generate`. Raises as `kvfold.generate` and `CompressedCache` do."""
@@ -106,8 +115,9 @@ def enable(
 
     With a `method`, plain `model.generate(**inputs)` compresses each prompt into a cache of its
     own, as in a pipeline; `return_dict_in_generate=True` returns that cache as `past_key_values`.
-    Calls that bring a cache of their own stay as they are. `kvfold.disable(model)` ends it, or a
-    `with` block around it.
+    Calls that bring a cache of their own stay as they are, and so do forwards, `model(...)`: the
+    first one without a cache warns of that. `kvfold.disable(model)` ends it, or a `with` block
+    around it.
 
     An attention implementation that kvfold does not build on (flash_attention_2, flex_attention)
     gives way, with a warning, to SDPA, or to eager attention where the model has no SDPA.
@@ -150,7 +160,36 @@ def disable(model: PreTrainedModel) -> None:
 
 def _replace(model: Any, generate: CompressedGenerate) -> None:
     model.generate = generate
+    names = tuple(signature(model.forward).parameters)
+    hook = partial(_warn_without_cache, generate, names)
+    generate.hook = model.register_forward_pre_hook(hook, with_kwargs=True)
     attention.begin_batching_by(model, _refuse_batching)
+
+
+def _warn_without_cache(
+    enabled: CompressedGenerate, names: tuple[str, ...], model: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Warns once of a forward over all entries, whose loss or cache says nothing of the method."""
+    given = dict(zip(names, args, strict=False)) | kwargs if len(args) > 1 else kwargs
+    if given_cache(given) is not None:
+        return
+    use_cache = given.get("use_cache")
+    keeps = getattr(model.config, "use_cache", True) if use_cache is None else use_cache
+    if not enabled.warned and (keeps or given.get("labels") is not None):
+        enabled.warned = True
+        _warn("loss" if given.get("labels") is not None else "cache")
+
+
+# Runs where a graph is made.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn(result: str) -> None:
+    warnings.warn(
+        f"kvfold.enable compresses model.generate: the {result} of this forward is that of all "
+        "entries. For the loss of a text behind a compressed context, read the context first: "
+        "model(context, past_key_values=cache) with cache = kvfold.CompressedCache(model, method, "
+        "budget), then model(text, past_key_values=cache, labels=text)",
+        stacklevel=WARNED_FROM,
+    )
 
 
 def _refuse_batching(*_: Any, **__: Any) -> Any:
@@ -164,5 +203,7 @@ def _restore(model: Any) -> None:
     ours = model.__dict__.get("generate")
     if isinstance(ours, CompressedGenerate):
         del model.generate
+        if ours.hook is not None:
+            ours.hook.remove()
         if ours.stock != model.generate:
             model.generate = ours.stock

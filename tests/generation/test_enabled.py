@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -260,3 +261,70 @@ def test_an_enabled_model_is_called_as_transformers_is(model):
         assert model.generate(
             inputs_embeds=embeddings, past_key_values=None, max_new_tokens=2
         ).numel()
+
+
+@pytest.fixture
+def enabled_once(model):
+    """The warning that its first forward gives, if any: `warned(call)`."""
+
+    def warned(call: Any) -> str:
+        with kvfold.enable(model, "knorm", 0.1), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                call()
+        return " ".join(str(each.message) for each in found)
+
+    return warned
+
+
+@pytest.mark.parametrize(
+    ("forward", "result"),
+    [
+        (lambda model, ids: model(ids, labels=ids), "the loss of this forward"),
+        (lambda model, ids: model(ids, labels=ids, use_cache=False), "the loss of this forward"),
+        (lambda model, ids: model(ids, None, None, None, None, ids), "the loss of this forward"),
+        (lambda model, ids: model(ids).logits, "the cache of this forward"),
+        (lambda model, ids: model(ids, past_key_values=None), "the cache of this forward"),
+        (
+            lambda model, ids: torch.compile(model, backend="eager", fullgraph=True)(
+                ids, labels=ids, use_cache=False
+            ),
+            "the loss of this forward",
+        ),
+    ],
+)
+@torch.no_grad()
+def test_a_forward_without_a_cache_warns_once(model, enabled_once, forward, result):
+    ids = prompts((40,))[0]
+    message = enabled_once(lambda: forward(model, ids))
+    assert result in message and message.count("past_key_values=cache, labels=text") == 1
+
+
+@torch.no_grad()
+def test_what_compresses_or_keeps_nothing_warns_of_nothing(model, enabled_once):
+    ids, cache = prompts((40,))[0], CompressedCache(model, "knorm", 0.1)
+    assert not enabled_once(lambda: model(ids, use_cache=False))
+    assert not enabled_once(lambda: model(ids, past_key_values=cache, labels=ids))
+    assert not enabled_once(lambda: model.generate(ids, **GREEDY))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, labels=ids)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"), [("full", None), ("streaming_llm:positions=original", 12)]
+)
+@torch.no_grad()
+def test_the_loss_of_a_text_behind_a_compressed_context(model, method, budget):
+    """As the warning has it; StreamingLLM keeps four sinks and the newest eight."""
+    ids = prompts((64,))[0]
+    context, text = ids[:, :40], ids[:, 40:]
+    cache = CompressedCache(model, method, budget)
+    model(context, past_key_values=cache)
+    loss = model(text, past_key_values=cache, labels=text).loss
+    hidden = torch.ones(64, 64, dtype=torch.bool).tril()
+    if budget:
+        hidden[40:, 4:32] = False
+    logits = model(ids, attention_mask=hidden[None, None]).logits[0, 40:-1]
+    expected = torch.nn.functional.cross_entropy(logits.float(), text[0, 1:])
+    torch.testing.assert_close(loss, expected)
