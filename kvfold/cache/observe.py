@@ -171,6 +171,7 @@ def observation_at(
         previous_scores=per_head(previous_scores_of(state)) if needs.previous_scores else None,
         surprise=per_head(surprise_of(state)) if needs.surprise else None,
         prompt_tokens=prompt_tokens_of(state) if needs.surprise else None,
+        most_queries=needs.window,
     )
 
 

@@ -227,6 +227,7 @@ class Observation:
     previous_scores: Tensor | None = None
     surprise: Tensor | None = None  # [B, H, T], −ln p of each entry's token, float32
     prompt_tokens: Tensor | None = None  # [B], of the prompt that has just ended, 0 in rounds
+    most_queries: int | None = None  # that a stage may read: Needs.window; None: all there are
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -333,7 +334,11 @@ class Observation:
         return self.scorer(self)
 
     def window_logits(self, last: int) -> Tensor:
-        """Logits `[B, H, G, last, T]` of the last queries, float32; of hidden entries too."""
+        """Logits `[B, H, G, last, T]` of the last queries, float32; of hidden entries too.
+
+        Raises KvfoldError as `window_attention`.
+        """
+        self._check_window(last)
         assert self.queries is not None
         queries = self.queries[:, :, -last:]
         batch, _, window, size = queries.shape
@@ -351,12 +356,14 @@ class Observation:
     def window_attention(self, last: int) -> Tensor:
         """Attention weights `[B, Hq, last, T]` of the last queries, float32.
 
-        Queries that see no stored entry, as padding, have rows of 0.
+        Queries that see no stored entry, as padding, have rows of 0. Fewer rows for a text of fewer
+        tokens. Raises KvfoldError for more queries than the method needs.
         """
         if last == 1 and self.attention is not None:
             return self.attention
+        logits = self.window_logits(last)
         assert self.query_positions is not None
-        logits, at = self.window_logits(last), self.query_positions[:, -last:]
+        at = self.query_positions[:, -last:]
         entries = self.positions[:, :, None, None, :]
         hidden = (entries < 0) | (entries > at[:, None, None, :, None])
         logits = logits.masked_fill(hidden, -torch.inf).flatten(1, 2)
@@ -369,6 +376,17 @@ class Observation:
         blind, grouped = hidden.all(-1, keepdim=True), rows.unflatten(1, (entries.shape[1], -1))
         seen: Tensor = grouped.masked_fill(blind, 0.0).flatten(1, 2)
         return seen
+
+    def _check_window(self, last: int) -> None:
+        """Raises KvfoldError for no queries, and for more than the method needs."""
+        most = 0 if self.queries is None else self.most_queries
+        if last < 1:
+            raise KvfoldError(f"an observation window is at least 1 query, not {last}")
+        if most is not None and last > most:
+            raise KvfoldError(
+                f"attention of the last {last} queries is for methods with Needs(window={last}) or "
+                f"more: this one has Needs(window={most})"
+            )
 
     def group_mean(self, per_query_head: Tensor) -> Tensor:
         """Mean over the query heads of each group: `[B, Hq, …]` → `[B, H, …]`."""

@@ -458,6 +458,46 @@ def test_scores_that_are_wrong_after_a_generated_token_are_refused_too(model, ki
             model(ids[:, at : at + 1], past_key_values=cache)
 
 
+READS = {
+    "window_attention": lambda seen: seen.window_attention(21)[:, ::4, 0],
+    "window_logits": lambda seen: seen.window_logits(21)[:, :, 0, 0],
+    "unrotated": lambda seen: seen.unrotated()[..., 0],
+    "output_norms": lambda seen: seen.output_norms()[:, ::4],
+    "learned_scores": lambda seen: seen.learned_scores(),
+    "moments": lambda seen: seen.future_query_moments(4),
+}
+
+
+@dataclass(frozen=True)
+class Greedy(Method):
+    """A method whose score reads more than its Needs say."""
+
+    read: str = "window_attention"
+    window: int = 0
+
+    def stages(self) -> Stages:
+        return Stages(needs=Needs(window=self.window), score=READS[self.read])
+
+
+@pytest.mark.parametrize("length", [64, 18])
+@pytest.mark.parametrize("window", [0, 16, 20])
+@pytest.mark.parametrize("read_", READS)
+def test_scores_that_read_more_than_they_need_are_refused(model, read_, window, length):
+    with pytest.raises(KvfoldError, match=r"for\smethods\swith\sNeeds\("):
+        read(model, Greedy(read_, window), prompts((length,))[0], 8)
+
+
+def test_scores_read_as_many_queries_as_a_short_text_has(model):
+    for window, length in ((21, 64), (30, 64), (21, 9)):
+        read(model, Greedy("window_attention", window), prompts((length,))[0], 8)
+
+
+def test_a_window_of_no_query_is_refused(model, monkeypatch):
+    monkeypatch.setitem(READS, "none", lambda seen: seen.window_attention(0))
+    with pytest.raises(KvfoldError, match="at least 1 query, not 0"):
+        read(model, Greedy("none", 16), prompts((64,))[0])
+
+
 def test_nan_for_padding_alone_is_no_error(model):
     ids, mask = prompts((64, 40))
     cache = CompressedCache(model, Padded(), 24)

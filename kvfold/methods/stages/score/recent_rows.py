@@ -47,4 +47,4 @@ def _blocks(observation: Observation, window: int) -> Iterator[tuple[Tensor, Ten
     for queries, at in blocks:
         part = dataclasses.replace(observation, queries=queries, query_positions=at, attention=None)
         seen = (positions >= 0) & (positions <= at[:, None, :, None])
-        yield part.window_attention(BLOCK).unflatten(1, (positions.shape[1], -1)), seen
+        yield part.window_attention(part.window).unflatten(1, (positions.shape[1], -1)), seen

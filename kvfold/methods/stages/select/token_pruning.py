@@ -70,6 +70,7 @@ def _attention_of_newest(observation: Observation, row: int, window: int, weight
             positions=observation.positions[one],
             queries=observation.queries[one, :, first + start : first + end],
             query_positions=observation.query_positions[one, first + start : first + end],
+            most_queries=None,  # a forward of its own shows all
         )
         attention = block.window_attention(end - start)[0].mean(0)
         total += weights[start:end] @ attention.float()
