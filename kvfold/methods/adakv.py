@@ -8,7 +8,7 @@ from kvfold.methods.base import Heads, Method, Stages, register
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.heads import Rule, adaptive
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.score.observation_window import Pooling, check_window, window_votes
+from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced
 
 
@@ -53,9 +53,7 @@ class AdaKV(Method):
     def stages(self) -> Stages:
         return Stages(
             needs=Needs(window=self.window),
-            score=partial(
-                window_votes, window=self.window, kernel=self.kernel, pooling=self.pooling
-            ),
+            score=partial(mean_votes, window=self.window, kernel=self.kernel, pooling=self.pooling),
             allocate=uniform,
             heads=self._heads(),
             forced=Forced(recent=self.window),

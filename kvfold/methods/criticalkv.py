@@ -9,7 +9,7 @@ from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Select, Stages, register
 from kvfold.methods.observation import Needs, Observation, OutputNorm
 from kvfold.methods.stages.allocate.rounding import ROUNDING
-from kvfold.methods.stages.score.observation_window import Pooling, check_window, window_votes
+from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
 
@@ -17,6 +17,7 @@ from kvfold.methods.stages.select.top import highest, top
 @register(
     "criticalkv",
     paper="arXiv 2502.03805",
+    presets={"summed": {"epsilon": 1e-4 / 32}},
     formula="""
         kept = the ⌊first·b⌋ best by s[h, t], then the best by
         (s[h, t] + epsilon)·mean_{q in h} ‖W_o[q]·v[h, t]‖
@@ -31,15 +32,17 @@ class CriticalKV(Method):
     2. Of each head's entries to keep, the part `first` is chosen by score, forced ones included.
     3. The others are those of the highest product of score and norm, mean over the query heads.
 
-    `norm="l2"` costs less. Scores below 0 are counted from the lowest one, so that a large norm
-    never counts against an entry; kvpress multiplies them as they are. Do not use it after scores
-    that hold the value's norm already. Raises KvfoldError for options out of range.
-    Source: Feng et al., algorithm 1; NVIDIA/kvpress `criticalkv_press.py`.
+    As in the authors' code and in kvpress, `epsilon` is added to the mean of the window's votes; in
+    `criticalkv_summed` to their sum over its 32 queries. `norm="l2"` costs less. Scores below 0 are
+    counted from the lowest one, so that a large norm never counts against an entry; kvpress
+    multiplies them as they are. Do not use it after scores that hold the value's norm already.
+    Raises KvfoldError for options out of range.
+    Source: Feng et al., algorithm 1; FFY0/DefensiveKV and NVIDIA/kvpress `criticalkv_press.py`.
     """
 
     by_head: ClassVar[bool] = True
     first: float = 0.5  # part of the kept entries that is chosen by score alone
-    epsilon: float = 1e-4  # added to scores, so that norms decide where they are 0
+    epsilon: float = 1e-4  # added to mean scores, so that norms decide where they are 0
     norm: OutputNorm = "l1"  # l1 as published, or l2, which costs less
     window: int = 32  # last queries that vote; their entries always stay
     kernel: int = 7  # neighbours that votes are pooled over, odd
@@ -51,7 +54,7 @@ class CriticalKV(Method):
             raise KvfoldError("criticalkv: first is a part, 0 to 1, and epsilon is 0 or more")
 
     def stages(self) -> Stages:
-        votes = partial(window_votes, window=self.window, kernel=self.kernel, pooling=self.pooling)
+        votes = partial(mean_votes, window=self.window, kernel=self.kernel, pooling=self.pooling)
         needs = Needs(window=self.window, output_norms=self.norm)
         forced = Forced(recent=self.window)
         return Stages(needs=needs, score=votes, forced=forced, select=self._select())

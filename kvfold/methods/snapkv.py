@@ -11,7 +11,7 @@ from kvfold.methods.stages.score.observation_window import (
     Pooling,
     candidate_votes,
     check_window,
-    window_votes,
+    mean_votes,
 )
 from kvfold.methods.stages.select.forced import Forced
 
@@ -66,7 +66,7 @@ class SnapKV(Method):
         if self.votes == "logits":
             score = partial(candidate_votes, **options)
         else:
-            score = partial(window_votes, **options, pool_first=self.pool_first)
+            score = partial(mean_votes, **options, pool_first=self.pool_first)
         return Stages(
             needs=Needs(window=self.window),
             score=score,

@@ -72,19 +72,31 @@ def norms_of(layer: int, heads: int, head: int, values: Tensor, order: int) -> A
     return norms.tolist()
 
 
+def mean(head: Head) -> list[float]:
+    """Votes of the window's queries on average."""
+    return [vote / head.rows[0, -WINDOW:].shape[0] for vote in votes(head)]
+
+
 def critical(
-    scores: list[float], norms: list[float], size: int, forced: list[int], first: float = 0.5
+    scores: list[float], norms: list[float], size: int, forced: list[int], epsilon: float
 ) -> list[int]:
     """Forced entries, then the best by score up to the first part, then the best by product."""
     kept = list(forced)
     order = [at for at in best(scores, len(scores)) if at not in forced]
-    kept += order[: max(0, int(size * first) - len(forced))]
+    kept += order[: max(0, size // 2 - len(forced))]
     lowest = min(0.0, *scores)
-    products = [(s - lowest + 1e-4) * n for s, n in zip(scores, norms, strict=True)]
+    products = [(s - lowest + epsilon) * n for s, n in zip(scores, norms, strict=True)]
     return kept + [at for at in best(products, len(products)) if at not in kept][: size - len(kept)]
 
 
-def keeping(score: Score, heads: int, window: int, order: int = 1, adapt: bool = False) -> Keep:
+def keeping(
+    score: Score,
+    heads: int,
+    window: int,
+    order: int = 1,
+    adapt: bool = False,
+    epsilon: float = 1e-4,
+) -> Keep:
     """What stays of each head by `score`, whose last `window` entries are forced."""
 
     def keep(layers: list[Layer]) -> list[list[list[int]]]:
@@ -99,7 +111,7 @@ def keeping(score: Score, heads: int, window: int, order: int = 1, adapt: bool =
                 padded = scores[h] + [0.0] * (len(head) - len(scores[h]))
                 norms = norms_of(index, heads, h, head.values, order)
                 forced = newest(head, window)
-                kept[-1].append(critical(padded, norms, sizes[h], forced))
+                kept[-1].append(critical(padded, norms, sizes[h], forced, epsilon))
         return kept
 
     return keep
@@ -109,13 +121,20 @@ def keeping(score: Score, heads: int, window: int, order: int = 1, adapt: bool =
 @pytest.mark.parametrize(("norm", "order"), [("l1", 1), ("l2", 2)])
 def test_the_second_half_goes_by_score_times_norm(norm, order, heads, lengths):
     spec = f"criticalkv:window={WINDOW},norm={norm}"
-    assert_prefill(spec, SMALL, heads, lengths, keeping(votes, heads, WINDOW, order))
+    assert_prefill(spec, SMALL, heads, lengths, keeping(mean, heads, WINDOW, order))
+
+
+@SHAPES
+def test_the_preset_adds_epsilon_to_the_sum_of_32_queries(heads, lengths):
+    """Of fewer queries a part of it."""
+    kept = keeping(votes, heads, WINDOW, epsilon=1e-4 / 32 * WINDOW)
+    assert_prefill(f"criticalkv_summed:window={WINDOW}", SMALL, heads, lengths, kept)
 
 
 @SHAPES
 def test_after_snapkv_it_is_the_method_alone(heads, lengths):
     spec = f"snapkv:window={WINDOW} + criticalkv"
-    assert_prefill(spec, SMALL, heads, lengths, keeping(votes, heads, WINDOW))
+    assert_prefill(spec, SMALL, heads, lengths, keeping(mean, heads, WINDOW))
 
 
 @SHAPES
@@ -123,7 +142,7 @@ def test_after_snapkv_it_is_the_method_alone(heads, lengths):
 def test_heads_get_their_sizes_by_the_first_score(scoring, heads, lengths):
     alone = {"adakv": f"adakv:window={WINDOW} + criticalkv"}
     spec = alone.get(scoring, f"snapkv:window={WINDOW} + adakv + criticalkv")
-    held = assert_prefill(spec, SMALL, heads, lengths, keeping(votes, heads, WINDOW, adapt=True))
+    held = assert_prefill(spec, SMALL, heads, lengths, keeping(mean, heads, WINDOW, adapt=True))
     kept = held.stats().kept
     assert heads == 1 or len({n for layer in kept for n in layer[0]}) > 1
 

@@ -36,6 +36,20 @@ def window_votes(
     return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
 
 
+def mean_votes(
+    observation: Observation, window: int, kernel: int, pooling: Pooling, pool_first: bool = False
+) -> Tensor:
+    """Votes `[B, H, T]` as of `window_votes`, a query on average: the mean, not the sum.
+
+    Both rank alike; methods that add to a score (CriticalKV) expect the mean. A row of fewer tokens
+    than the window has fewer queries.
+    """
+    votes = window_votes(observation, window, kernel, pooling, pool_first)
+    assert observation.query_positions is not None
+    asked = (observation.query_positions[:, -window:] >= 0).sum(-1)
+    return votes / asked.clamp(min=1).view(-1, 1, 1)
+
+
 def candidate_votes(observation: Observation, window: int, kernel: int, pooling: Pooling) -> Tensor:
     """Votes `[B, H, T]` of the last `window` queries, shared among the entries before the window.
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold import KvfoldError
-from kvfold.methods.stages.score.observation_window import pool, window_votes
+from kvfold.methods.stages.score.observation_window import mean_votes, pool, window_votes
 from tests.helpers.observations import alone, mean_of_groups, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
@@ -91,6 +91,15 @@ def test_fewer_queries_than_the_window_vote_for_what_is_before_it():
     expected = mean_of_groups(naive_rows(seen).sum(1), 2)
     expected[:, -8:] = 0
     torch.testing.assert_close(window_votes(seen, 8, 1, "max")[0], expected.float(), **CLOSE)
+
+
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_mean_votes_are_sums_divided_by_the_queries_of_each_row(pool_first):
+    seen = observe([40, 31, 9, 5, 1], window=8)
+    sums = window_votes(seen, 8, 5, "max", pool_first)
+    for row, queries in enumerate([8, 8, 8, 5, 1]):
+        mean = mean_votes(seen, 8, 5, "max", pool_first)[row]
+        torch.testing.assert_close(mean, sums[row] / queries, **CLOSE)
 
 
 @GROUPS
