@@ -42,7 +42,6 @@ TESTED_BY = {
     "cache/references.py": "methods/test_match.py",
     "cache/rounds.py": "methods/test_every.py",
     "cache/sequence.py": "methods/test_every_method.py",
-    "cache/sizes.py": "methods/test_every.py",
     "cache/waiting.py": "cache/test_decode.py",
     "contexts/context.py": "contexts/test_answer.py",
     "contexts/files/damage.py": "serve/vllm/test_placeholders.py",

@@ -13,7 +13,7 @@ from kvfold.cache.tensor_parallel import Ranks
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Measured, Method, Stages
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.allocate.rounding import raised
+from kvfold.methods.stages.allocate.rounding import UNLIMITED, raised
 from kvfold.store.encoding import EntrySize
 
 
@@ -57,13 +57,21 @@ class Plan:
             return self.budget.amount * tokens
         return self.total(tokens, size, heads, rows) / self.layers
 
-    def counts(self, observation: Observation, free: Tensor, size: EntrySize, heads: int) -> Tensor:
-        """Entries per KV head of this layer, `[B]` or `[B, H]`, of `free [B]` tokens."""
+    def counts(
+        self, observation: Observation, free: Tensor, whole: Tensor, size: EntrySize, heads: int
+    ) -> Tensor:
+        """Entries per KV head of this layer, `[B]` or `[B, H]`, of `free [B]` tokens.
+
+        Nothing leaves the rows `whole [B]`.
+        """
         allocate = self.stages.allocate
         if isinstance(allocate, Measured):
             return allocate.size(observation)
         per_row, encode = [], self.stages.encode
-        for tokens in free.tolist():
+        for tokens, stays in zip(free.tolist(), whole.tolist(), strict=True):
+            if stays:
+                per_row.append([UNLIMITED] * self.layers)
+                continue
             total = self.total(tokens, size, heads, len(free))
             if self.stages.decode == "every":
                 tokens = max(tokens, total // self.layers)  # the answer fills what a prompt leaves

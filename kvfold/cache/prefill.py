@@ -20,7 +20,7 @@ from kvfold.cache.encode import encode_due
 from kvfold.cache.level import alike
 from kvfold.cache.observe import observation_of, settle_chunks
 from kvfold.cache.references import refitted
-from kvfold.cache.sizes import open_rows, size_of, sized_together
+from kvfold.cache.sizes import open_rows, size_of, sized_together, without_room
 from kvfold.cache.state import LayerState, alive
 from kvfold.cache.waiting import EvictionDue
 from kvfold.errors import KvfoldError, UnsupportedModel
@@ -96,6 +96,7 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     everything = state.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
     counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
     state.capacity = None if everything or counts.dim() > 1 else counts
+    state.over_budget = bool((without_room(state) & (state.plan.budget != Budget.ratio(1.0))).any())
     if state.plan.stages.decode == "every" and counts.dim() > 1 and not everything:
         state.head_sizes = counts
     if state.plan.stages.prompt == "counted":
@@ -182,7 +183,7 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
 
 def _keep_chosen(due: EvictionDue[LayerState], chosen: Chosen, ragged: bool) -> None:
     state, observation, counts, *_ = due
-    state.over_budget = chosen.over_budget
+    state.over_budget |= chosen.over_budget
     if state.plan.scores_stay:
         state.scores = chosen.scores
     _note_error(state, observation, chosen.slots)

@@ -15,7 +15,7 @@ from kvfold.cache import setup
 from kvfold.cache.observe import observation_of_stored
 from kvfold.cache.plan import checked_budget
 from kvfold.cache.prefill import bring_to_budget
-from kvfold.cache.sizes import even_size, size_of
+from kvfold.cache.sizes import even_size, size_of, without_room
 from kvfold.cache.state import LayerState
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Method, Stages, parts_of
@@ -108,10 +108,16 @@ def _check_settled(cache: CompressedCache) -> None:
 
 def _check_smaller(state: LayerState, budget: Budget) -> None:
     """Raises BudgetError if the `budget` keeps more entries than the state's own."""
-    before = even_size(state)
-    now = even_size(_with_budget(state, budget))
+    before, smaller = even_size(state), _with_budget(state, budget)
+    now = even_size(smaller)
     tokens = state.seen_per_row() - state.protected()
-    if bool((now.minimum(tokens) > before).any()):
+    larger = now.minimum(tokens) > before
+    if bool((larger & without_room(smaller)).any()):
+        raise BudgetError(
+            f"{budget} leave no room beside the entries that always stay (sinks, window, protected "
+            "spans), so nothing would be evicted: choose a larger budget"
+        )
+    if bool(larger.any()):
         raise BudgetError(
             f"a cache that was compressed to {state.plan.budget} cannot grow to {budget}: choose a "
             "smaller budget, or compress the text again"

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvfold.cache.plan import with_forced_room
 from kvfold.cache.state import LayerState
+from kvfold.errors import BudgetError
 from kvfold.methods.base import Across
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
-from kvfold.methods.stages.select.forced import with_forced
+from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.store.encoding import BIAS_BYTES, EntrySize
 
 # A layer, its observation, and its entries per KV head, `[B]` or `[B, H]`
@@ -24,17 +25,56 @@ def size_of(state: LayerState, observation: Observation) -> Tensor:
     """Entries per KV head, `[B]` or `[B, H]`; uniform if the size depends on other layers."""
     if isinstance(state.plan.stages.allocate, Across):
         return even_size(state)
-    free = state.seen_per_row() - state.protected()
-    return state.plan.counts(observation, free, _entry_size(state), _heads(state))
+    free = _free(state)
+    whole = without_room(state, free)
+    return state.plan.counts(observation, free, whole, _entry_size(state), _heads(state))
+
+
+def without_room(state: LayerState, free: Tensor | None = None) -> Tensor:
+    """Rows `[B]` from which nothing leaves, as forced entries take all of a ratio of `free [B]`.
+
+    None: of the tokens seen. Raises BudgetError for bytes that do not hold the forced entries;
+    tokens were checked beforehand.
+    """
+    free, plan = _free(state) if free is None else free, state.plan
+    if plan.budget is None or plan.budget.kind == "tokens":
+        return torch.zeros_like(free, dtype=torch.bool)
+    forced, positions = plan.stages.forced, state.positions()
+    if plan.stages.prompt == "kept":  # only the answer's entries count, which are to come
+        least = torch.full_like(free, Forced(recent=forced.recent).least)
+    else:
+        inside = positions >= state.protected().view(-1, 1, 1)
+        least = (forced.mask(positions, torch.zeros_like(free)) & inside).sum(-1).amax(-1)
+    unrounded = isinstance(plan.stages.allocate, Across) and plan.stages.allocate.unrounded
+    share = _share(state, unrounded, free)
+    if plan.budget.kind == "ratio":
+        return share <= least
+    if bool((share < least.minimum(free)).any()):
+        raise BudgetError(
+            f"{plan.stages.method} always keeps {int(least.max())} entries per KV head (sinks, "
+            f"window, protected spans), and {plan.budget} hold {int(share.min())}: raise the budget"
+        )
+    return torch.zeros_like(free, dtype=torch.bool)
 
 
 def even_size(state: LayerState, unrounded: bool = False, free: Tensor | None = None) -> Tensor:
-    """Budget in entries per KV head and layer `[B]`, without protected ones.
+    """Budget in entries per KV head and layer `[B]`, without protected ones; all where none leaves.
 
     `free [B]` are the tokens of which a ratio is kept, None: those seen. Int64, or with `unrounded`
     float64 before rounding down.
     """
-    free = state.seen_per_row() - state.protected() if free is None else free
+    free = _free(state) if free is None else free
+    share = _share(state, unrounded, free)
+    return torch.where(without_room(state, free), free.to(share.dtype), share)
+
+
+def _free(state: LayerState) -> Tensor:
+    """Tokens `[B]` seen by each row, without protected ones."""
+    return state.seen_per_row() - state.protected()
+
+
+def _share(state: LayerState, unrounded: bool, free: Tensor) -> Tensor:
+    """Budget in entries per KV head and layer `[B]`, as of `even_size`, room or not."""
     plan, size, heads = state.plan, _entry_size(state), _heads(state)
     if unrounded:
         exact = [plan.unrounded(n, size, heads, len(free)) for n in free.tolist()]
@@ -61,16 +101,19 @@ def sized_together(
     if len(waiting.sized) < plan.layers:
         return []
     waited = waiting.take_sized()
-    seen = state.seen_per_row() - state.protected()
+    seen, whole = _free(state), without_room(state, free)
     statistics = [across.statistic(of_layer).to(seen.device) for _, of_layer in waited]
     # Without a budget the statistics alone decide.
     budget = seen if plan.budget is None else even_size(state, across.unrounded, free)
     counts = across.share(statistics, budget, seen)
     if plan.budget is not None and not across.per_head:
         counts = with_forced_room(counts, plan.stages.forced.least_of(state.positions()), seen)
-    shared = zip(waited, counts, strict=True)
-    # Layers may lie on several GPUs.
-    return [(*one, count.to(one[1].positions.device)) for one, count in shared]
+    sized = []
+    for (each, of_layer), count in zip(waited, counts, strict=True):
+        rows = whole.view(-1, *[1] * (count.dim() - 1)).to(count.device)
+        count = count.masked_fill(rows, UNLIMITED)
+        sized.append((each, of_layer, count.to(of_layer.positions.device)))  # on its layer's GPU
+    return sized
 
 
 def open_rows(sized: list[Sized], beside_prompt: bool = False) -> Tensor:

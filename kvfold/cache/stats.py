@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-OVER_BUDGET = "the budget came out below the forced set, which was kept"
+OVER_BUDGET = "the budget leaves no room beside the forced set, so a ratio evicts nothing of a row"
 
 
 @dataclass(frozen=True, repr=False)

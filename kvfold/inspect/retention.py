@@ -24,7 +24,7 @@ class Retention:
 
     `counts [L, N]` is the number of KV heads that store a token, `heads` the KV heads of each of
     the L layers; `nbytes` and `nbytes_full` are bytes of this cache and of a full one.
-    `forced_over_budget`: the budget came out below the forced entries, which were kept.
+    `forced_over_budget`: the budget left no room beside the forced entries.
     """
 
     method: str

@@ -24,9 +24,8 @@ class StreamingLLM(Method):
 
     `positions="reindex"` is the paper's: at every step the kept tokens have consecutive positions.
     `positions="original"` is the baseline of most compression papers, with `decode="append"` their
-    prefill-only form. The `sinks` first tokens count in the budget. If the budget is below them,
-    all sinks stay, and besides them only the newest token during its own step. Raises KvfoldError
-    for negative sinks.
+    prefill-only form. The `sinks` first tokens count in the budget. Raises KvfoldError for negative
+    sinks.
     Source: Xiao et al., section 3.2; mit-han-lab/streaming-llm `kv_cache.py`.
     """
 

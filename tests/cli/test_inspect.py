@@ -39,7 +39,7 @@ def test_budgets_below_the_forced_entries_are_marked(
     result = inspect(*prompt, "--methods", "snapkv:window=8,knorm", "--budget", "0.05")
     assert re.search(r"snapkv:window=8 +[\d.]+%\*", result.output)
     assert re.search(r"knorm +[\d.]+% ", result.output)
-    assert "*: the budget came out below the forced set" in result.output
+    assert "*: the budget leaves no room beside the forced set" in result.output
 
 
 def test_without_a_folder_each_run_gets_a_new_one(

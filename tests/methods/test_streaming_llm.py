@@ -20,27 +20,16 @@ from tests.helpers.truth import Reader, sinks_moved_up
 
 
 @pytest.mark.parametrize("kind", ["reindex", "original"])
-@pytest.mark.parametrize("read", [2, 10, 21, 30])
+@pytest.mark.parametrize("read", [2, 10, 30])
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
-def test_more_sinks_than_the_budget_or_the_text_are_all_kept(model, kind, read, ratio):
-    """The first tokens stay until all sinks are there; then the newest is seen beside them."""
-    sinks, total = 20, 36
-    spec = f"streaming_llm:sinks={sinks},positions={kind}"
-    cache = kvfold.CompressedCache(model, spec, budget=ratio)
-    ids = prompts((total,))[0]
+def test_more_sinks_than_a_ratio_keep_everything(model, kind, read, ratio):
+    cache = kvfold.CompressedCache(model, f"streaming_llm:sinks=20,positions={kind}", ratio)
+    ids = prompts((36,))[0]
     reader = Reader(model, cache)
-    reader(ids[:, :read])
+    read_by_steps = [reader(ids[:, :read]), *map(reader, ids[:, read:].split(1, 1))]
+    assert positions(cache)[0][0][0] == list(range(36))
     with torch.no_grad():
-        for step in range(read, total):
-            logits = reader(ids[:, step : step + 1])[:, -1]
-            seen = sorted({*range(min(sinks, step)), step})
-            assert positions(cache)[0][0][0] == [i for i in range(step + 1) if i < sinks]
-            places = range(len(seen)) if kind == "reindex" else seen
-            # Keys and values of sinks depend on the sinks alone: a short text is the whole truth.
-            truth = model(ids[:, seen], position_ids=torch.tensor([list(places)])).logits[:, -1]
-            # transformers computes RoPE's cosines in float32, by which keys are moved.
-            atol = 1e-5 if kind == "reindex" else 1e-9
-            torch.testing.assert_close(logits, truth, rtol=0, atol=atol)
+        torch.testing.assert_close(torch.cat(read_by_steps, 1), model(ids).logits)
 
 
 @BATCHES
@@ -58,10 +47,10 @@ def test_rotating_the_sinks_matters():
     assert off > 0.1
 
 
-def test_rows_of_a_ratio_that_rounds_to_nothing_keep_nothing(model):
+def test_rows_of_a_ratio_that_rounds_to_nothing_keep_everything(model):
     ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
     cache = kvfold.CompressedCache(model, "streaming_llm:sinks=0", 0.1)
     kvfold.generate(
         model, ids, cache=cache, attention_mask=(ids > 0).long(), max_new_tokens=4, do_sample=False
     )
-    assert cache.stats().mean_kept == 0
+    assert [row[0] for row in cache.stats().kept[0]] == [5, 7]

@@ -168,7 +168,7 @@ def test_a_pool_beside_the_prompt_is_one_of_the_answer(tmp_path):
     assert len({len(head) for head in kept}) > 1
 
 
-@pytest.mark.parametrize("budget", [0.5, "9KiB"])
+@pytest.mark.parametrize("budget", [0.5, "64KiB"])
 def test_a_pool_in_rounds_keeps_its_size(tmp_path, budget):
     model = model_of(3)
     spec = zap_of(model, tmp_path)

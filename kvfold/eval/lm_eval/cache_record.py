@@ -33,7 +33,7 @@ class CacheRecord:
         """Number of caches, and their kept fraction and bytes; bytes are means.
 
         `whole` counts caches that evicted nothing; unless quantized or pruned, they answer like a
-        full cache. `forced_over_budget` counts budgets smaller than sinks plus window.
+        full cache. `forced_over_budget` counts budgets without room beside sinks and window.
         """
         fractions, nbytes, full, over = zip(*self.caches, strict=True)
         count = len(self.caches)
