@@ -65,15 +65,17 @@ class Padding:
     """Rules for the padding of a forward of `new` tokens, behind which a text has `columns`.
 
     Full-attention layers ignore padding between tokens, but it takes room in a sliding window and
-    changes a recurrent state. `slides`: true if the model `name` has such layers. `read` gives what
-    was read before, None for nothing. `uneven` tells whether heads keep unequal numbers of entries.
-    `frozen`: true if nothing is evicted, and new tokens may be cropped.
+    changes a recurrent state. `slides`: true if the model `name` has such layers; `recurrent`: true
+    if it has recurrent ones, which see padding in masks `[B, N]` and forwards of several tokens
+    only. `read` gives what was read before, None for nothing. `uneven` tells whether heads keep
+    unequal numbers of entries. `frozen`: true if nothing is evicted, and new tokens may be cropped.
     """
 
     name: str
     new: int
     columns: int
     slides: bool
+    recurrent: bool
     read: Callable[[], ColumnsRead | None]
     uneven: Callable[[], bool]
     frozen: bool
@@ -88,6 +90,7 @@ class Padding:
         elif not bool(mask.all()):
             # Rows that have ended read padding, which `generate` takes for tokens.
             self._check_read(mask, hidden_only=True)
+            self._check_states(mask)
         self.check_windows(mask)
 
     def check_width(self, mask: Tensor) -> None:
@@ -120,12 +123,24 @@ class Padding:
             )
         else:
             self.check(tokens)
+        self._check_states(tokens)
         unlike = shown[..., :older] != tokens[:, None, None, :older]
         if self.uneven() and bool((unlike & tokens[:, None, older:, None]).any()):
             raise KvfoldError(
                 "the attention mask hides older tokens from some of the new ones, and heads that "
                 "keep different numbers of entries show them to all: leave these columns visible, "
                 "or choose a method that keeps as many in each head"
+            )
+
+    def _check_states(self, mask: Tensor) -> None:
+        """Raises KvfoldError for padding before a row's tokens that recurrent layers cannot see."""
+        older = mask.shape[1] - self.new
+        begins = ~mask[:, :older].any(-1) & ~mask[:, older:].all(-1)
+        if self.recurrent and bool(begins.any()):
+            raise KvfoldError(
+                f"recurrent layers of {self.name} take padding for tokens in a forward of one "
+                "column, and where the attention mask is not [B, N]: read two columns or more at "
+                "once, with a mask [B, N]"
             )
 
     def _check_read(self, mask: Tensor, hidden_only: bool = False) -> None:

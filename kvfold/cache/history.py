@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.padding import ColumnsRead, Padding
+from kvfold.hf.stock_layers import has_recurrent
 from kvfold.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
@@ -124,10 +125,11 @@ def columns_read(cache: CompressedCache) -> ColumnsRead | None:
 
 def padding_rules(cache: CompressedCache, new: int) -> Padding:
     """Rules for the padding of the next `new` columns of a cache."""
-    slides, read = bool(cache.other_layers()), partial(columns_read, cache)
-    uneven = partial(has_uneven_heads, cache)
+    others, read = cache.other_layers().values(), partial(columns_read, cache)
+    recurrent, uneven = has_recurrent(others), partial(has_uneven_heads, cache)
     columns, frozen = cache.get_seq_length() + new, cache.phase.frozen
-    return Padding(cache.binding.name, new, columns, slides, read, uneven, frozen)
+    name, slides = cache.binding.name, bool(others)
+    return Padding(name, new, columns, slides, recurrent, read, uneven, frozen)
 
 
 def has_uneven_heads(cache: CompressedCache) -> bool:

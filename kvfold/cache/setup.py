@@ -34,7 +34,7 @@ from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
-from kvfold.hf.stock_layers import is_compressible, is_recurrent, stock_layers
+from kvfold.hf.stock_layers import has_recurrent, is_compressible, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.fitted_parts import with_parts
@@ -82,7 +82,7 @@ def ranks_of(model: PreTrainedModel) -> Ranks:
         reason = "is not shared out among all processes"
     elif caches_latents(model):
         reason = "caches latents, which every rank holds whole"
-    elif any(is_recurrent(layer) for layer in stock_layers(model)):
+    elif has_recurrent(stock_layers(model)):
         reason = "has recurrent layers, whose states have no KV heads"
     elif not isinstance(heads, int):
         reason = "does not say how many KV heads it has"

@@ -33,6 +33,7 @@ from kvfold.generation.pieces import (
     forward_ends,
     piece_ends,
     piece_of,
+    without_lone_padding,
 )
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, past_switch, resumption
@@ -41,6 +42,7 @@ from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.lookups import check_answer, check_tokens
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
+from kvfold.hf.stock_layers import has_recurrent
 from kvfold.hf.versions import CACHE, check_assisted
 
 # Time of a prompt's compression
@@ -253,7 +255,10 @@ def read_per_chunk(
     """
     chunk = check_per_chunk(cache.method, chunk)
     start, total = cache.get_seq_length(), input_ids.shape[1]
-    for end in _behind_switch(cache, start, total, piece_ends(start, total, chunk)):
+    ends = _behind_switch(cache, start, total, piece_ends(start, total, chunk))
+    for begin, end in pairwise([start, *ends]):
+        _forward_ends(model, cache, mask, begin, end, chunk)  # raises before anything is read
+    for end in ends:
         with cache.reading(until=end):
             _read(model, input_ids, cache, mask, start, end, chunk)
         start = end
@@ -271,19 +276,39 @@ def _read(
 ) -> None:
     """Fills the cache with columns `start` to `stop`, at most `chunk` at a time.
 
-    Raises KvfoldError for padding after the first piece where tokens are read one by one.
+    Raises KvfoldError as `_forward_ends`, before anything is read.
     """
-    check_chunk(chunk)
-    if restarts(model) and mask is not None and bool((mask[:, start + chunk : stop] == 0).any()):
-        raise KvfoldError(
-            f"{type(model).__name__} reads token by token after the first piece, and would not "
-            "skip padding there: leave out prefill_chunk="
-        )
-    ends = _behind_switch(cache, start, stop, forward_ends(mask, start, stop, chunk))
+    ends = _forward_ends(model, cache, mask, start, stop, chunk)
     for begin, end in pairwise([start, *ends]):
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         read_tokens(model, input_ids[:, begin:end], cache, padded)
+
+
+def _forward_ends(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    mask: Tensor | None,
+    start: int,
+    stop: int,
+    chunk: int,
+) -> list[int]:
+    """Ends of the forwards that read columns `start` to `stop`, at most `chunk` at a time.
+
+    Raises KvfoldError for padding where tokens are read one by one, and as `without_lone_padding`
+    where layers are recurrent.
+    """
+    check_chunk(chunk)
+    ends = _behind_switch(cache, start, stop, forward_ends(mask, start, stop, chunk))
+    if mask is None or not has_recurrent(cache.layers):
+        return ends
+    one_by_one = start or chunk
+    if restarts(model) and not bool(mask[:, one_by_one:stop].all()):
+        raise KvfoldError(
+            f"{type(model).__name__} reads token by token after the first piece, and would not "
+            "skip padding there: leave out prefill_chunk="
+        )
+    return without_lone_padding(ends, mask, start)
 
 
 def _behind_switch(cache: CompressedCache, start: int, stop: int, ends: list[int]) -> list[int]:

@@ -66,6 +66,28 @@ def forward_ends(mask: Tensor | None, start: int, stop: int, chunk: int) -> list
     return [*range(start, first, chunk), *range(first, stop, chunk), stop][1:]
 
 
+def without_lone_padding(ends: list[int], mask: Tensor, start: int) -> list[int]:
+    """`ends` of forwards from column `start` on, the last two moved if a lone column has padding.
+
+    For recurrent layers, which take padding for tokens in a forward of one column. Raises
+    KvfoldError if pieces are too short for that.
+    """
+    if len(ends) > 1 and ends[-1] - ends[-2] == 1 and _is_padded(mask, ends[-2]):
+        ends = [*ends[:-2], ends[-2] - 1, ends[-1]]
+    forwards = pairwise([start, *ends])
+    if any(end - begin == 1 and _is_padded(mask, begin) for begin, end in forwards):
+        raise KvfoldError(
+            "recurrent layers take padding for tokens in a forward of one column: choose a "
+            "prefill_chunk of 3 or more, or read each row with a cache of its own"
+        )
+    return ends
+
+
+def _is_padded(mask: Tensor, column: int) -> bool:
+    """True if a column is padding in some row."""
+    return not bool(mask[:, column].all())
+
+
 def check_padding(mask: Tensor, seen: int, stop: int, chunk: int, per_chunk: bool = False) -> None:
     """Raises KvfoldError for padding behind tokens, at the end of a row or in one forward.
 

@@ -88,6 +88,11 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionLayer)
 
 
+def has_recurrent(layers: Iterable[Any]) -> bool:
+    """True if any of the layers holds a recurrent state."""
+    return any(map(is_recurrent, layers))
+
+
 def layer_lengths(cache: Cache) -> set[int]:
     """Set of the numbers of tokens that layers with keys hold."""
     layers: list[Any] = cache.layers

@@ -19,6 +19,7 @@ from kvfold.generation.pieces import (
     forward_ends,
     piece_ends,
     piece_of,
+    without_lone_padding,
 )
 from tests.helpers.models import build, prompts
 
@@ -44,6 +45,28 @@ def test_forwards_end_before_padding_between_tokens():
     assert forward_ends(mask, 2, 8, 8) == [3, 8]
     assert forward_ends(None, 2, 8, 4) == [6, 8]
     assert forward_ends(None, 8, 8, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "padding", "expected"),
+    [
+        ([4, 8, 9], 9, [4, 7, 9]),
+        ([4, 8, 9], 8, [4, 8, 9]),  # the last column is a token in both rows
+        ([4, 8, 10], 10, [4, 8, 10]),
+        ([9], 9, [9]),
+    ],
+)
+def test_a_lone_column_of_padding_is_read_with_the_one_before(ends, padding, expected):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :padding] = 0
+    assert without_lone_padding(ends, mask, 0) == expected
+
+
+@pytest.mark.parametrize(("start", "ends"), [(0, [1]), (0, [1, 4]), (2, [4, 5]), (0, [1, 2, 3])])
+def test_pieces_too_short_to_avoid_a_lone_column_of_padding_are_refused(start, ends):
+    mask = torch.tensor([[1] * 8, [0] * 6 + [1] * 2])
+    with pytest.raises(KvfoldError, match="3 or more"):
+        without_lone_padding(ends, mask, start)
 
 
 @settings(max_examples=300, deadline=None)

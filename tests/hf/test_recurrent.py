@@ -17,7 +17,7 @@ from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.longrope import assists
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import word_tokenizer
-from tests.helpers.truth import worst
+from tests.helpers.truth import Reader, worst
 
 GREEDY = {
     "do_sample": False,
@@ -89,3 +89,102 @@ def test_assisted_decoding_is_refused():
     with pytest.raises(KvfoldError, match="begin anew"):
         kvfold.generate(model, ids, cache=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
     assert cache.get_seq_length() == 0
+
+
+def alone(name: str, ids: Tensor, mask: Tensor) -> Tensor:
+    """Logits `[B, S, V]` of an answer to each row by itself, without kvfold."""
+    model, lengths = build(name, torch.float64), mask.sum(-1).tolist()
+    rows = [ids[i : i + 1, -n:] for i, n in enumerate(lengths)]
+    ones = [torch.ones_like(row) for row in rows]
+    made = [model.generate(r, attention_mask=m, **GREEDY) for r, m in zip(rows, ones, strict=True)]
+    return torch.cat([logits(each) for each in made])
+
+
+def beside(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left with tokens that are no zeros, and their mask."""
+    ids, mask = prompts(lengths)
+    return torch.where(mask > 0, ids, 7), mask
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize(("chunk", "compress"), [(20, "at_end"), (3, "at_end"), (20, "per_chunk")])
+def test_padded_rows_in_pieces_are_the_rows_alone(name, chunk, compress):
+    """Column 20 of 41 would be a forward of its own, and is padding in the shorter row."""
+    ids, mask = beside((41, 20))
+    model = build(name, torch.float64)
+    options = {"cache": CompressedCache(model, "full"), "prefill_chunk": chunk, **GREEDY}
+    made = kvfold.generate(model, ids, attention_mask=mask, compress=compress, **options)
+    assert worst(logits(made), alone(name, ids, mask)) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "jamba"])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((9, 8), {"prefill_chunk": 1}),
+        ((5, 1), {"prefill_chunk": 2}),  # columns 2, 1 and 2: the one is padding
+        ((9, 5), {"prefill_chunk": 1, "compress": "per_chunk"}),
+    ],
+)
+def test_padding_in_a_forward_of_one_column_is_refused(name, lengths, options):
+    ids, mask = beside(lengths)
+    model = build(name)
+    cache = CompressedCache(model, "full")
+    with pytest.raises(KvfoldError, match=r"take padding for tokens|would not skip padding"):
+        kvfold.generate(model, ids, cache=cache, attention_mask=mask, **options, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+def test_two_columns_cannot_be_read_but_for_the_last():
+    """KVzip reads all but the last token by itself: a column that is padding in the second row."""
+    model, (ids, mask) = build("qwen3_5"), beside((2, 1))
+    cache = CompressedCache(model, "kvzip", 1.0, tokenizer=word_tokenizer())
+    with pytest.raises(KvfoldError, match="take padding for tokens"):
+        kvfold.generate(model, ids, cache=cache, attention_mask=mask, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+def test_padding_in_later_pieces_of_tokens_one_by_one_is_refused():
+    model, (ids, mask) = build("jamba"), beside((41, 3))
+    cache = CompressedCache(model, "full")
+    options = {"prefill_chunk": 20, "compress": "per_chunk", **GREEDY}
+    with pytest.raises(KvfoldError, match="would not skip padding"):
+        kvfold.generate(model, ids, cache=cache, attention_mask=mask, **options)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "jamba"])
+def test_own_forwards_of_a_padded_column_are_refused(name):
+    ids, mask = beside((12, 5))
+    model = build(name, torch.float64)
+    reader = Reader(model, CompressedCache(model, "full"), mask[:, :6])
+    reader(ids[:, :6])
+    with pytest.raises(KvfoldError, match="two columns or more"):
+        reader.mask = mask[:, :7]
+        reader.started = False
+        reader(ids[:, 6:7])
+    assert reader.cache.get_seq_length() == 6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_own_forwards_of_more_columns_or_of_tokens_are_the_rows_alone(name):
+    ids, mask = beside((12, 5))
+    model = build(name, torch.float64)
+    reader = Reader(model, CompressedCache(model, "full"))
+    for begin, end in ((0, 4), (4, 6), (6, 9), (9, 10), (10, 12)):
+        reader.mask, reader.started = mask[:, :end], False
+        last = reader(ids[:, begin:end])[:, -1]
+    assert worst(last, alone(name, ids, mask)[:, 0]) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_masks_of_four_dimensions_are_refused_where_they_hide_padding(name):
+    """Recurrent layers do not see them."""
+    ids, mask = beside((12, 5))
+    model, causal = build(name), torch.ones(12, 12).tril().bool()
+    cache = CompressedCache(model, "full")
+    with pytest.raises(KvfoldError, match=r"mask \[B, N\]"):
+        model(ids, attention_mask=causal & mask[:, None, None].bool(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model(ids, attention_mask=causal[None, None], past_key_values=cache)
+    assert cache.get_seq_length() == 12
