@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BUNDLED = "bundled"
+PATIENCE = 10.0  # seconds for a hub's first answer
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -92,6 +93,9 @@ def load(
     """
     name, how = _with_gguf(name, loading or Loading())
     check_name(name, how)
+    check_reachable(name, how.revision)
+    if how.adapter is not None:
+        check_reachable(how.adapter)
     from kvfold.hf.parallel import parallel_options
 
     shared = parallel_options() if among_ranks else {}
@@ -111,6 +115,7 @@ def load_tokenizer(name: str, loading: Loading | None = None) -> PreTrainedToken
     """The tokenizer of the model `name` alone; raises KvfoldError as `load`."""
     name, how = _with_gguf(name, loading or Loading())
     check_name(name, how)
+    check_reachable(name, how.revision)
     from transformers import AutoTokenizer
 
     from kvfold.bundled import FOLDER
@@ -152,6 +157,30 @@ def check_name(name: str, loading: Loading) -> None:
         )
     if loading.adapter is not None:
         _check_place(loading.adapter, "adapter")
+
+
+def check_reachable(name: str, revision: str | None = None) -> None:
+    """Raises KvfoldError for a hub id that no cache holds, while the hub does not answer.
+
+    Loading it would ask again and again, for a minute.
+    """
+    from huggingface_hub import constants, get_session, hf_hub_url
+    from huggingface_hub.file_download import repo_folder_name
+
+    if name == BUNDLED or Path(name).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+    if cache.is_dir():
+        return
+    try:
+        get_session().head(hf_hub_url(name, "config.json", revision=revision), timeout=PATIENCE)
+    # Errors of the library that huggingface_hub asks with, which changes with its versions.
+    except Exception as problem:
+        reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
+        raise KvfoldError(
+            f"cannot load {name!r}: there is no such folder, it was not downloaded before, and the "
+            f"hub does not answer ({reason}): check the name"
+        ) from problem
 
 
 def _with_gguf(name: str, loading: Loading) -> tuple[str, Loading]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 import kvfold
 from kvfold.errors import KvfoldError
-from kvfold.loading import Loading, load, load_tokenizer
+from kvfold.loading import Loading, check_reachable, load, load_tokenizer
 from tests.helpers.commands import refused, run_json
 from tests.helpers.models import build
 from tests.helpers.tokenizers import word_tokenizer
@@ -198,3 +199,27 @@ def test_a_folder_of_a_gguf_file_says_what_to_name(tmp_path: Path) -> None:
     (tmp_path / FILE).touch()
     said = refused("run", str(tmp_path), "--budget", "0.5", "--prompt", "the sky")
     assert said.endswith(f"for its GGUF file name {str(tmp_path / FILE)!r}")
+
+
+def test_a_hub_id_is_refused_at_once_while_the_hub_does_not_answer(monkeypatch, tmp_path) -> None:
+    asked: list[str] = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            assert timeout <= 10
+            raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    said = refused("run", "Qwen/Qwen3-0.6BB", "--budget", "0.5", "--prompt", "hello")
+    assert "cannot load 'Qwen/Qwen3-0.6BB'" in said and "(no route): check the name" in said
+    with pytest.raises(KvfoldError, match=r"cannot load 'some/adapter'.*check the name"):
+        load("bundled", Loading(adapter="some/adapter"))
+    with pytest.raises(KvfoldError, match="check the name"):
+        load_tokenizer("some/model", Loading(revision="v2"))
+    assert len(asked) == 3 and asked[-1].endswith("some/model/resolve/v2/config.json")
+    (tmp_path / "models--some--model").mkdir()  # downloaded before
+    check_reachable("some/model")
+    assert len(asked) == 3

@@ -157,6 +157,8 @@ class Padding:
     def check_windows(self, mask: Tensor) -> None:
         """Raises KvfoldError for padding between tokens that layers would count as tokens."""
         if self.slides and bool((_ends(mask).any(-1) & mask[:, -self.new :].any(-1)).any()):
+            if mask.shape[1] == self.new:  # a first prompt
+                raise KvfoldError(ON_THE_LEFT)
             raise KvfoldError(
                 f"{self.name} has sliding windows or recurrent layers, which count padding between "
                 "a row's tokens as tokens: read later turns of several rows without padding, or "

@@ -286,8 +286,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         """Called by assisted decoding, which crops tokens; KvfoldError unless frozen."""
         if not self.phase.frozen:
             raise KvfoldError(
-                "assisted decoding takes rejected tokens back, which a cache that evicts cannot: "
-                "use kvfold.generate, which reads the prompt first and then freezes the cache"
+                "assisted decoding takes rejected tokens back, from a frozen cache only: call "
+                "kvfold.generate(..., cache=cache), which reads the prompt and then freezes it"
             )
         super().activate_past_recording()
 

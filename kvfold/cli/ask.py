@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.cli.run import show
+from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 
@@ -32,7 +34,12 @@ from kvfold.terminal import console, messages, print_json
 def command(
     model: Annotated[str, typer.Argument(help="The model that compressed the document.")],
     context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
-    question: Annotated[str, typer.Argument(help="The question; - is standard input.")],
+    question: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="QUESTION", help="The question; - is standard input.", show_default=False
+        ),
+    ] = None,
     encoding: Encoding = "utf-8",
     max_new_tokens: MaxNewTokens = 64,
     stop: Annotated[
@@ -47,7 +54,7 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Ask a compressed document a question; the answer is streamed."""
-    asked = read_text(Path(question), encoding) if question == "-" else question
+    asked = _asked(model, question, encoding)
     with messages(as_json).status("importing torch and transformers"):
         import kvfold
         from kvfold.contexts.files.read import check_method
@@ -65,3 +72,17 @@ def command(
     for piece in held.stream(asked, **options):
         show(out, piece)
     out.print()
+
+
+def _asked(model: str, question: str | None, encoding: str) -> str:
+    """The question; raises KvfoldError where the model is missing, or is not the first argument."""
+    if Path(model).suffix == ".kvfold":
+        from kvfold.contexts.files.format import read_header
+
+        raise KvfoldError(
+            f"{model} was made by a {read_header(model).model.name} and does not say where that "
+            f"lies: name it first, kvfold ask MODEL {shlex.quote(model)} QUESTION"
+        )
+    if question is None:
+        raise KvfoldError("there is no question: kvfold ask MODEL FILE QUESTION")
+    return read_text(Path(question), encoding) if question == "-" else question

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.console import progress, size, table
-from kvfold.cli.options import read_text
+from kvfold.cli.options import ModelOption, ModelPlace, model_of, read_text
 from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart, check_own
 from kvfold.loading import BUNDLED, Loading, check_name, load
@@ -56,7 +56,8 @@ def command(
     page: Annotated[
         Path, typer.Option("--page", "-o", dir_okay=False, help="HTML page to write.")
     ] = Path("kvfold-demo.html"),
-    model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = BUNDLED,
+    place: ModelPlace = None,
+    named: ModelOption = None,
     book: Annotated[
         Path | None,
         typer.Option(help="Text around the needles.", show_default="repeated sentences"),
@@ -76,7 +77,7 @@ def command(
 ) -> None:
     """Compare methods on one document: right answers, bytes and time."""
     started = time.perf_counter()
-    out = console()
+    out, model = console(), model_of(place, named)
     with out.status("importing torch and transformers"):
         from kvfold.cli.measure import DemoTrial
     limits = _limits(budgets)

@@ -18,7 +18,14 @@ from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import counted, table
-from kvfold.cli.options import Json, loading, with_options
+from kvfold.cli.options import (
+    Json,
+    ModelOption,
+    ModelPlace,
+    loading,
+    model_of,
+    with_options,
+)
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import messages, print_json
@@ -40,6 +47,7 @@ def command(
     task: Annotated[
         str, typer.Option("--tasks", help='Tasks or benchmarks: "ruler,niah", "kv_retrieval".')
     ],
+    place: ModelPlace = None,
     methods: Annotated[
         str, typer.Option(help='"snapkv,pyramidkv:window=8,snapkv + kivi"; see `kvfold methods`.')
     ] = "snapkv,pyramidkv,kvzip",
@@ -56,7 +64,7 @@ def command(
             show_default="a power of two, a quarter of what the model reads",
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = "bundled",
+    named: ModelOption = None,
     question_aware: Annotated[
         bool,
         typer.Option(
@@ -124,7 +132,7 @@ def command(
     Contexts are compressed before any question is known, unless --question-aware. `kvfold report`
     turns the records into tables, pictures and a page.
     """
-    screen = messages(as_json)
+    screen, model = messages(as_json), model_of(place, named)
     with screen.status("importing torch and transformers"):
         from kvfold.eval.evaluate import readable_tokens, usual_length, with_data
         from kvfold.eval.run import plan as planning
@@ -152,17 +160,17 @@ def command(
         conversation=conversation,
         depths=depths,
     )
-    asked, named = numbers(lengths) if lengths else None, words(task)
+    asked, benchmarks = numbers(lengths) if lengths else None, words(task)
     _check_places(haystack, word_lists, shots)
     check_folder(out)
     check_unread(out, request)
-    with_data(named, request)
+    with_data(benchmarks, request)
     network, tokenizer = load(model, loading)
     readable = max_length or readable_tokens(network)
     request = replace(request, count=partial(token_count, tokenizer))
     sizes = asked or [usual_length(readable)]
     plan = planning.EvalPlan(
-        wanted=tuple(_drawn(screen, named, request, sizes)),
+        wanted=tuple(_drawn(screen, benchmarks, request, sizes)),
         subject=EvaluatedModel.of(model, network, tokenizer),
         protocol=EvalProtocol(
             question_aware=question_aware,

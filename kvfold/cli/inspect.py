@@ -17,8 +17,11 @@ from kvfold.cli.options import (
     BUDGET_HELP,
     AllowLonger,
     Encoding,
+    ModelOption,
+    ModelPlace,
     checked,
     loading,
+    model_of,
     read_text,
     with_options,
 )
@@ -43,7 +46,8 @@ PICTURES = ("attention.png", "variance.png", "lazy.png", "norms.png", "kept.png"
 
 @with_options(loading=loading)
 def command(
-    model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = "bundled",
+    place: ModelPlace = None,
+    named: ModelOption = None,
     methods: Annotated[
         str, typer.Option(help="Methods to compare, separated by commas.")
     ] = "snapkv,pyramidkv,kvzip,d2o",
@@ -71,7 +75,7 @@ def command(
     loading: Loading,
 ) -> None:
     """Inspect a model: attention heatmaps, variance, lazy layers, tokens kept by each method."""
-    text = _text(prompt, file, encoding)
+    model, text = model_of(place, named), _text(prompt, file, encoding)
     screen = console()
     with screen.status("importing torch and transformers"):
         import kvfold
@@ -80,12 +84,12 @@ def command(
         from kvfold.hf.models import trained_length
         from kvfold.inspect.inspected_text import LENGTH, InspectedText
     # Refused here, before a large model is loaded.
-    named, limit = names(methods), kvfold.Budget.of(budget)
-    for each in named:
+    compared, limit = names(methods), kvfold.Budget.of(budget)
+    for each in compared:
         checked(each, budget if kvfold.parse(each).takes_budget else None)
     folder = _folder(out)
     network, tokenizer = load(model, loading)
-    _check(network, tokenizer, named, limit)
+    _check(network, tokenizer, compared, limit)
     if text is None:
         most = trained_length(network) or LENGTH
         document = InspectedText.with_needles(tokenizer, min(LENGTH, most // 2), seed)
@@ -93,7 +97,7 @@ def command(
         document = InspectedText.of(tokenizer, text)
         check_length(network, document.ids.shape[1], allow_longer)
     _make(folder)
-    layers, retentions = _measure(screen, network, tokenizer, document, named, limit, seed)
+    layers, retentions = _measure(screen, network, tokenizer, document, compared, limit, seed)
     screen.print(layers_table(layers))
     screen.print(Text(explained(layers), style="dim"), end="\n\n")
     screen.print(methods_table(document, retentions))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvfold.errors import KvfoldError
-from kvfold.loading import Loading
+from kvfold.loading import BUNDLED, Loading
 
 if TYPE_CHECKING:
     from kvfold.budget import Budget
@@ -27,6 +27,14 @@ PYTHON = {"True": "true", "False": "false", "None": "null"}
 ABOUT_MODEL, ABOUT_SAMPLING = "How the model is loaded", "How tokens are chosen"
 
 ModelName = Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')]
+# Of commands that have a usual model: MODEL comes first, or is named.
+ModelPlace = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help='A folder, a hub id, or "bundled".', show_default="bundled"
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The model, in MODEL's place.")]
 MethodText = Annotated[str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')]
 BUDGET_HELP = 'Entries to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
 BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
@@ -229,6 +237,13 @@ def given_options(ctx: typer.Context) -> dict[str, str]:
         if source is not None and source.name != "DEFAULT":
             found[str(option.name)] = option.opts[0]
     return found
+
+
+def model_of(place: str | None, named: str | None) -> str:
+    """The model of a command that has a usual one; raises KvfoldError for one named twice."""
+    if place is not None and named is not None:
+        raise KvfoldError(f"the model is named twice, {place} and --model {named}: leave one out")
+    return place or named or BUNDLED
 
 
 def template_arguments(given: Iterable[str] | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import KvfoldError
+from kvfold.loading import check_reachable
 from kvfold.serve.vllm.versions import check_installed
 from kvfold.terminal import console, errors
 
@@ -148,6 +149,7 @@ def _model(name: str) -> tuple[str, Any, str]:
 
     if name == "bundled":
         return str(FOLDER), AutoConfig.from_pretrained(FOLDER), "float32"
+    check_reachable(name)
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as problem:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -63,6 +64,10 @@ class Context:
             f"Context(model={model}, method={str(cache.method)!r}{budget}, "
             f"tokens={self.ids.shape[1]}, nbytes={self.stats().nbytes})"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        """A copy with a cache of its own, of the same model."""
+        return replace(self, cache=copy.deepcopy(self.cache, memo))
 
     def check(self) -> None:
         """Raises KvfoldError if the cache has read tokens other than the document's."""

@@ -65,6 +65,11 @@ def test_padding_between_tokens_is_refused_where_layers_count_it(name):
     """Windows and states of transformers' own layers would not be those of the row alone."""
     model, ids = build(name), prompts((40, 40))[0]
     cache = CompressedCache(model, "snapkv:window=8", 20)
+    right = without(slice(-8, None))
+    with pytest.raises(KvfoldError, match="pad on the left"):
+        kvfold.generate(model, ids, cache=cache, attention_mask=right, **GREEDY)
+    with pytest.raises(KvfoldError, match="pad on the left"):
+        Reader(model, cache, right)(ids)
     reader = Reader(model, cache, without(slice(0, 7)))
     reader(ids)
     before = contents(cache)

@@ -42,6 +42,9 @@ def test_commands(model, tokenizer, tmp_path):
     assert asked.exit_code == 0, asked.output
     loaded = kvfold.load(path, *load_model(str(folder)))
     assert loaded.ask(QUESTION, max_new_tokens=8) in " ".join(asked.output.split())
+    said = refused("ask", str(path), QUESTION)
+    assert "made by a LlamaForCausalLM" in said and f"ask MODEL {path} QUESTION" in said
+    assert "there is no question" in refused("ask", "bundled", str(path))
     path.write_bytes(path.read_bytes()[:-1])
     assert "cannot read" in refused("info", str(path))
     assert "cannot read" in refused("ask", "none", str(path), QUESTION)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -144,3 +145,18 @@ def test_inference_mode_streams_what_it_answers(model, tokenizer):
             assert "".join(context.stream(question, max_new_tokens=5)).strip() == answer
             assert "".join(chat.stream(question, max_new_tokens=5))
     assert chat.turns == 2
+
+
+def test_copies_have_caches_of_their_own_and_share_the_model(model, tokenizer):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "h2o", 40)
+    chat = context.chat()
+    session = kvfold.begin_session(model, tokenizer, DOCUMENT, "knorm", 200)
+    for one in (chat, session):
+        one.ask(QUESTION, max_new_tokens=3)
+    for one in (context, chat, session):
+        other = copy.deepcopy(one)
+        expected = [one.ask(QUESTION, max_new_tokens=3) for _ in range(2)]
+        assert [other.ask(QUESTION, max_new_tokens=3) for _ in range(2)] == expected
+    other = copy.deepcopy(context)
+    assert other.model is model and other.tokenizer is tokenizer
+    assert other.cache is not context.cache

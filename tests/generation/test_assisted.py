@@ -95,3 +95,11 @@ def test_an_answer_ends_at_its_stop_string():
     for options in ({}, {"prompt_lookup_num_tokens": 3}):
         reply = chat.reply("the sky is", keep=False, max_new_tokens=20, stop=[stop], **options)
         assert reply.ended == "stop" and reply.tokens < 8
+
+
+@pytest.mark.parametrize("method", ["full", "knorm"])
+def test_plain_generate_is_refused_with_what_to_call(model, method):
+    (ids, _) = prompts((40,))
+    cache = kvfold.CompressedCache(model, method, None if method == "full" else 20)
+    with pytest.raises(KvfoldError, match=r"frozen cache only: call kvfold\.generate\("):
+        model.generate(ids, past_key_values=cache, max_new_tokens=3, **LOOKUP)
