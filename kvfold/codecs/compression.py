@@ -26,13 +26,22 @@ def compressor() -> Compressor:
     return "zstd"
 
 
-def compressed(data: bytes, by: Compressor) -> bytes:
-    """Bytes of one frame."""
+def compressed(planes: Sequence[bytes], by: Compressor) -> bytes:
+    """Bytes of one frame, which unpacks to the planes one after the other.
+
+    Zstandard has one Huffman table a block of up to 128 KiB: no block holds bytes of two planes.
+    Short matches cost more than the literals that they replace.
+    """
     if by == "deflate":
-        return zlib.compress(data)
+        return zlib.compress(b"".join(planes))
     import zstandard
 
-    return zstandard.ZstdCompressor(level=3).compress(data)
+    size = sum(map(len, planes))
+    fast = zstandard.ZstdCompressionParameters.from_level(1, source_size=size, min_match=7)
+    engine, made = zstandard.ZstdCompressor(compression_params=fast).compressobj(size=size), list[bytes]()
+    for plane in planes:
+        made += engine.compress(plane), engine.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    return b"".join([*made, engine.flush()])
 
 
 def decompressed(data: bytes, size: int, by: Compressor) -> bytes:
@@ -62,7 +71,7 @@ def decompressed(data: bytes, size: int, by: Compressor) -> bytes:
 def compressed_tensor(tensor: Tensor, by: Compressor) -> Tensor:
     """A CPU tensor as a frame `[bytes]`, uint8: the first bytes of all numbers, then the next."""
     numbers = tensor.reshape(-1, 1).view(torch.uint8)
-    return _bytes_of(compressed(numbers.T.contiguous().numpy().tobytes(), by))
+    return _bytes_of(compressed([plane.numpy().tobytes() for plane in numbers.T], by))
 
 
 def decompressed_tensor(frame: Tensor, dtype: str, shape: Sequence[int], by: Compressor) -> Tensor:

@@ -47,6 +47,24 @@ def test_zstd_loses_nothing(model, tokenizer, tmp_path, spec):
     assert loaded.ask(QUESTION) == context.ask(QUESTION)
 
 
+def test_a_zstd_file_of_before_loads_and_one_of_now_is_smaller(
+    model, tokenizer, tmp_path, monkeypatch
+):
+    """Before, one level-3 frame held the planes of a tensor without a border between them."""
+    zstandard = pytest.importorskip("zstandard")
+    context = compressed(model, tokenizer, "snapkv")
+    context.save(tmp_path / "now", codec="zstd")
+
+    def of_before(planes, by):
+        return zstandard.ZstdCompressor(level=3).compress(b"".join(planes))
+
+    monkeypatch.setattr("kvfold.codecs.compression.compressed", of_before)
+    context.save(tmp_path / "before", codec="zstd")
+    assert (tmp_path / "now").stat().st_size < (tmp_path / "before").stat().st_size
+    for name in ("now", "before"):
+        assert_same(kvfold.load(tmp_path / name, model, tokenizer).cache, context.cache)
+
+
 @pytest.mark.parametrize("spec", CODABLE)
 def test_kvtc_gives_back_near_keys_and_values_of_the_same_tokens(
     model, tokenizer, tmp_path, basis, spec
