@@ -38,7 +38,8 @@ def compressed(planes: Sequence[bytes], by: Compressor) -> bytes:
 
     size = sum(map(len, planes))
     fast = zstandard.ZstdCompressionParameters.from_level(1, source_size=size, min_match=7)
-    engine, made = zstandard.ZstdCompressor(compression_params=fast).compressobj(size=size), list[bytes]()
+    engine = zstandard.ZstdCompressor(compression_params=fast).compressobj(size=size)
+    made = list[bytes]()
     for plane in planes:
         made += engine.compress(plane), engine.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     return b"".join([*made, engine.flush()])
