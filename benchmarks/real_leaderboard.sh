@@ -44,12 +44,12 @@ all() {
 snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramidkv + adakv,\
 d2o,d2o_official,h2o,h2o + merge,cam,roco,kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,\
 chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4,kvzip_plus,expected_attention,\
-expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl,finch,\
+expected_attention_ada,compactor,compactor_official,lagkv,criticalkv_summed,leverage,non_causal,nacl,finch,\
 rkv,scissorhands,turboquant,turboquant_3bit,snapkv + turboquant,kvzip + turboquant,\
 kvzip + kivi:bits=4,kvzip:score=rms,floor=0.25,kvzip + match,kvzip:score=rms,floor=0.25 + match,\
 snapkv + match,kvzip:demote=0.25,rkv_official,scissorhands_kvcf,snapkv_decode,sirllm,\
 finch_kvpress,lagkv_kvpress,lagkv_official,knorm + chunkwise,kvzip + level,snapkv + reindex,kvzip + recent,\
-snapkv + criticalkv + adakv,simlayerkv:window=128 + snapkv,\
+snapkv + criticalkv_summed + adakv,simlayerkv:window=128 + snapkv,\
 turboquant_4bit,turboquant_k8v4,turboquant_k3v4$fits"
 }
 
