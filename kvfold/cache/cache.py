@@ -161,7 +161,9 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         first = layer.state.plan.layer == 0
         if first:
             forget_announced()  # by a model whose masks are not kvfold's
-        self.binding.asked(first, level=not first or layer.state.seen == self.states[-1].seen)
+        level = not first or layer.state.seen == self.states[-1].seen
+        told = self._forward.begun is not None  # else of an inner model's forward
+        self.binding.asked(first, level, step=told or key_states.shape[2] == 1)
         keys, values = layer.update(key_states, value_states)
         return handshake.hand_out(keys, values, index, layer), values
 
@@ -333,7 +335,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         reset_layers(self.layers)
         self.phase.reset()
         self.states[0].waiting.reset()
-        self.per_chunk = self._before_freezing = self.rope_deltas = self.binding.adapters = None
+        self.per_chunk = self._before_freezing = self.rope_deltas = self.binding.read_by = None
         self._forward.close()
         self.binding.answered()
 

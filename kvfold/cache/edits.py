@@ -199,6 +199,7 @@ def check_editable(cache: CompressedCache) -> None:
             f"{cache.method} encodes keys, which cannot be rotated to other positions: {REREAD}"
         )
     cache.binding.check_images(phase.history.complete(seen), REREAD)
+    cache.binding.check_model()
     for state in cache.states:
         state.rotation.check(REREAD)
 

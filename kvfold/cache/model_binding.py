@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel
 
 from kvfold.attention import handshake
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.hf.adapters import active_adapters
+from kvfold.hf.adapters import Scales, active_adapters, parts_of
 from kvfold.hf.attention import is_routed
 from kvfold.hf.chat_template import PromptFrame
+from kvfold.hf.identity import ReadBy, read_by
 from kvfold.hf.image_spans import tokens_off_columns
 from kvfold.hf.models import text_config
 from kvfold.hf.rope_lengths import RopeLengths
@@ -45,21 +47,23 @@ class ModelBinding:
         self.rope = RopeLengths.of(model)
         self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
-        self.adapters: tuple[str, ...] | None = None
+        self.read_by: ReadBy | None = None
+        self.in_turn = False
+        self._scales: Scales | None = None
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
 
     def refusal(self) -> UnsupportedModel:
         """Error for a module of another model."""
         return UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
-    def asked(self, first: bool, level: bool) -> None:
+    def asked(self, first: bool, level: bool, step: bool = True) -> None:
         """Called before a layer hands out keys; `first`: it is the first layer of a forward.
 
         Raises UnsupportedModel if another attention took the last keys or would take these, or if
-        the layers are not `level`: they hold different numbers of tokens; and as `check_adapters`.
+        the layers are not `level`: they hold different numbers of tokens; and as `check_model`.
         """
         if first:
-            self.check_adapters()
+            self.check_model(step)
         lost = first and self.config is not None and not is_routed(self.config)
         if self.waiting or lost or not level:
             handshake.forget()
@@ -67,9 +71,9 @@ class ModelBinding:
         self.waiting = True
 
     def check_forward(self, ids: Tensor | None, positions: Positions) -> None:
-        """Raises as `check_adapters`, and as `check_images` where `positions` move keys."""
-        self.check_adapters()
+        """Raises as `check_model`, and as `check_images` where `positions` move keys."""
         generated = ids is not None and ids.shape[1] == 1  # no image, and no wait for a GPU
+        self.check_model(step=generated or self.in_turn)
         if positions != "original" and not generated:
             self.check_images(ids, UNMOVED)
 
@@ -96,19 +100,45 @@ class ModelBinding:
                 f"moves keys by columns: {instead}"
             )
 
-    def check_adapters(self) -> None:
-        """Notes the adapters of a cache's first forward or file; KvfoldError under others later."""
+    @contextmanager
+    def turn(self, seen: int) -> Iterator[None]:
+        """A turn behind `seen` columns, whose forwards are checked as steps, and this as none.
+
+        Raises as `check_model`; a cache that begins anew may be read by another model.
+        """
+        if seen:
+            self.check_model()
+        else:
+            self.read_by = None
+        self.in_turn = True
+        try:
+            yield
+        finally:
+            self.in_turn = False
+
+    def check_model(self, step: bool = False) -> None:
+        """Notes what a cache's first forward or file is read by; KvfoldError under another later.
+
+        In a `step` of a turn only names and scales of adapters are compared.
+        """
         model = None if self._model is None else self._model()
-        if model is None:
+        if model is None or (step and self._runs_as_before(model)):
             return
-        active = active_adapters(model)
-        if self.adapters is not None and self.adapters != active:
+        parts = parts_of(model)
+        now = read_by(parts, rope_is_fixed=self.rope is None)
+        changed = None if self.read_by is None else self.read_by.change(now)
+        if changed is not None:
             raise KvfoldError(
-                f"this cache was read {_under(self.adapters)}, and the model now runs "
-                f"{_under(active)}, which would read these entries wrongly: switch back, or make a "
-                "new cache"
+                f"this cache {changed}, which would read these entries wrongly: switch back, or "
+                "make a new cache"
             )
-        self.adapters = active
+        self.read_by, self._scales = now, Scales(parts.layers)
+
+    def _runs_as_before(self, model: PreTrainedModel) -> bool:
+        """True if adapters have the names and scales that they had when they were last checked."""
+        if self.read_by is None or active_adapters(model) != self.read_by.adapters.names:
+            return False
+        return self._scales is not None and not self._scales.changed()
 
     def check_length(self, columns: int) -> None:
         """Raises KvfoldError if a text of `columns` makes windows slide that cover shorter ones."""
@@ -136,6 +166,7 @@ class ModelBinding:
             "modules": frozenset(),
             "config": None,
             "waiting": False,
+            "_scales": None,
             "_model": None,
         }
         return vars(self) | gone
@@ -144,7 +175,3 @@ class ModelBinding:
         other = object.__new__(ModelBinding)
         other.__dict__.update(self.__dict__)
         return other
-
-
-def _under(adapters: tuple[str, ...]) -> str:
-    return f"under the adapter {', '.join(adapters)}" if adapters else "without an adapter"

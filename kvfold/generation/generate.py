@@ -126,19 +126,21 @@ def generate(
     check_padding(attention_mask, resumed.seen, stop, chunk, per_chunk)
     if stop > resumed.seen:
         check_read_ahead(model, resumed, settings, options, attention_mask[:, resumed.seen : stop])
-    resumed.go_back()
     try:
-        if stop > resumed.seen and per_chunk:
-            read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
-            cache.phase.until = input_ids.shape[1]  # a last piece of one token is no decode step
-        elif stop > resumed.seen:
-            ids, total = input_ids[:, :stop], input_ids.shape[1]
-            read_turn(model, cache, ids, attention_mask, total, chunk)
-        if rows > 1 and cache.get_seq_length() > 0:
-            cache.batch_repeat_interleave(rows)
-        with later_features(model, resumed, input_ids, options):
-            noting = IdsRead(cache, input_ids.shape[1], settings)
-            return _decode(model, noting, input_ids, attention_mask, compile, options)
+        with cache.binding.turn(resumed.seen):
+            resumed.go_back()
+            if stop > resumed.seen and per_chunk:
+                read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
+                # A last piece of one token is no decode step.
+                cache.phase.until = input_ids.shape[1]
+            elif stop > resumed.seen:
+                ids, total = input_ids[:, :stop], input_ids.shape[1]
+                read_turn(model, cache, ids, attention_mask, total, chunk)
+            if rows > 1 and cache.get_seq_length() > 0:
+                cache.batch_repeat_interleave(rows)
+            with later_features(model, resumed, input_ids, options):
+                noting = IdsRead(cache, input_ids.shape[1], settings)
+                return _decode(model, noting, input_ids, attention_mask, compile, options)
     finally:
         cache.phase.until = 0  # else the next prompt would go on where this one failed
 
@@ -361,17 +363,18 @@ def _assisted(
     check_padding(mask, resumed.seen, last, chunk)
     if resumed.own_forwards:
         check_pieces(cache.method, chunk, last)
-    resumed.go_back()
-    read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
-    options = after_prompt(options, input_ids[:, :last], _new_tokens(settings, last + 1))
-    with cache.frozen():
-        out = stock_generate(
-            model,
-            input_ids=input_ids[:, -1:],
-            attention_mask=mask,
-            **{CACHE: cache},
-            **options,
-        )
+    with cache.binding.turn(resumed.seen):
+        resumed.go_back()
+        read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
+        options = after_prompt(options, input_ids[:, :last], _new_tokens(settings, last + 1))
+        with cache.frozen():
+            out = stock_generate(
+                model,
+                input_ids=input_ids[:, -1:],
+                attention_mask=mask,
+                **{CACHE: cache},
+                **options,
+            )
     new = out if isinstance(out, Tensor) else out.sequences
     whole = torch.cat([input_ids[:, :-1], new], 1)
     cache.phase.history = History(whole[:, : cache.get_seq_length()]).compact()

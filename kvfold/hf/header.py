@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+ADAPTERS = "#"  # before the checksum of adapters, behind that of all weights and their names
 CLOSE = 1e-5  # relative tolerance of RoPE frequencies
 # Settings that older files do not name, so that there they are not compared.
 ADDED = (
@@ -147,10 +148,22 @@ def model_differences(here: ModelHeader, there: ModelHeader, weights: bool) -> l
     if here.name != there.name:
         found.insert(0, f"a {here.name} here, a {there.name} in the file")
     if not found and weights and here.weights != there.weights:
-        found.append("the same configuration, but other weights")
+        found.append(f"the same configuration, but {_other_weights(here.weights, there.weights)}")
     if "" not in (here.vocabulary, there.vocabulary) and here.vocabulary != there.vocabulary:
         found.append("another vocabulary of the tokenizer")
     return found
+
+
+def _other_weights(here: str, there: str) -> str:
+    """How two checksums of weights, and of adapters, differ."""
+    if "+" in there and ADAPTERS not in there:
+        return (
+            "adapters whose weights and scales this older file does not name: compress again, or "
+            "fit again"
+        )
+    names, _, checksum = there.rpartition(ADAPTERS)
+    same = checksum and names == here.rpartition(ADAPTERS)[0]
+    return "other weights or scales of its adapters" if same else "other weights"
 
 
 def comparable(here: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
-from kvfold.hf.adapters import active_adapters
+from kvfold.hf.adapters import Adapters, ModelParts, adapters_of, parts_of
 from kvfold.hf.header import ADDED, ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
 from kvfold.hf.quantized_weights import samplable
@@ -51,6 +52,8 @@ FIELDS = (
     "v_head_dim",
 )
 SAMPLE = 64  # elements of each weight in the checksum
+RUNS = 8  # places in a weight whose elements are compared at the beginning of a turn
+ORIGINAL = "original_inv_freq"  # frequencies of short texts, where they follow the length
 
 
 def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
@@ -60,10 +63,74 @@ def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
         name=type(model).__name__,
         config=kept,
         config_hash=digest(json.dumps(kept, sort_keys=True)),
-        weights=checksum(model.named_parameters())
-        + "".join(f"+{a}" for a in active_adapters(model)),
+        weights=checksum(model.named_parameters()) + adapters_of(parts_of(model).layers).spelled(),
         vocabulary="" if tokenizer is None else vocabulary(tokenizer),
     )
+
+
+@dataclass(frozen=True)
+class ReadBy:
+    """What a cache was read by: adapters, a sample of each weight, and RoPE."""
+
+    adapters: Adapters
+    weights: bytes
+    rope: bytes
+
+    def change(self, now: ReadBy) -> str | None:
+        """What is another `now`, in words; None if nothing is."""
+        if self.adapters.names != now.adapters.names:
+            return f"was read {self.adapters}, and the model now runs {now.adapters}"
+        if self.adapters != now.adapters:
+            return f"was read {self.adapters}, whose weights or scales are others now"
+        changed = "weights have" if self.weights != now.weights else "RoPE has"
+        return None if self == now else f"was read by a model whose {changed} changed since"
+
+
+def read_by(parts: ModelParts, rope_is_fixed: bool) -> ReadBy:
+    """What a forward of a model reads by now.
+
+    Offloaded and quantized weights are left out: these are not there, or slow to sample, and none
+    is trained. RoPE that is not fixed follows the length of the last text.
+    """
+    own, layers = parts
+    weights, frequencies, factors = list[Tensor](), list[Tensor](), list[Any]()
+    for module in own:
+        weights += [each for each in module._parameters.values() if each is not None]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name.endswith("inv_freq" if rope_is_fixed else ORIGINAL):
+                frequencies.append(buffer)
+                factors += [v for k, v in vars(module).items() if k.endswith("attention_scaling")]
+    rope = sampled(frequencies) + repr(factors).encode()
+    return ReadBy(adapters_of(layers), sampled(weights), rope)
+
+
+@torch.no_grad()
+def sampled(tensors: Iterable[Tensor]) -> bytes:
+    """Up to `SAMPLE` elements of each tensor, by one copy from each device.
+
+    They lie in few places, as memory takes longer than all else.
+    """
+    made = dict[tuple[torch.device, torch.dtype], list[Tensor]]()
+    for tensor in tensors:
+        own: Tensor = tensor if type(tensor) is nn.Parameter else _local(tensor)
+        count = own.numel()
+        if count and not own.is_meta and type(own) in (Tensor, nn.Parameter):
+            made.setdefault((own.device, own.dtype), []).append(_some(own, count))
+    joined = (torch.cat(each).cpu().view(torch.uint8) for each in made.values())
+    return b"".join(each.numpy().tobytes() for each in joined)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
+
+
+def _some(tensor: Tensor, count: int) -> Tensor:
+    if not tensor.is_contiguous() or count < SAMPLE:
+        return tensor.flatten()[:SAMPLE]
+    runs = tensor.as_strided((RUNS, SAMPLE // RUNS), (count // RUNS, 1))
+    return runs.flatten()
 
 
 def computation(config: Any) -> dict[str, Any]:

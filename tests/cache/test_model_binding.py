@@ -7,10 +7,16 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 import kvfold
-from kvfold import CompressedCache, UnsupportedModel
-from tests.helpers.models import build, prompts
+from kvfold import CompressedCache, KvfoldError, UnsupportedModel
+from kvfold.cache import model_binding
+from kvfold.contexts.session import Session
+from tests.helpers.caches import GREEDY
+from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 
 
@@ -47,3 +53,73 @@ def test_a_cache_does_not_keep_its_model_alive():
     del model
     gc.collect()
     assert gone() is None and len(cache.positions(0)[0][0]) == 20
+
+
+def edited(model):
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+
+
+def swapped(model):
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data.copy_(weight.data + 1)  # of which torch counts no version
+
+
+def replaced(model):
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight + 1)
+
+
+def turned(model):
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+
+
+CHANGES = [(edited, "weights"), (swapped, "weights"), (replaced, "weights"), (turned, "RoPE")]
+
+
+@pytest.mark.parametrize(("change", "what"), CHANGES)
+def test_a_model_that_was_changed_between_turns_is_refused(change, what, model, tmp_path):
+    tokenizer, ids = word_tokenizer(), prompts((64,))[0]
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "knorm", 40)
+    chat, session = context.chat(), Session(context)
+    chat.ask(QUESTION, max_new_tokens=2)
+    cache = CompressedCache(model, "knorm", 20)
+    reader = Reader(model, cache)
+    reader(ids)
+    change(model)
+    for turn in (
+        lambda: reader(continuation(1, 5)),
+        lambda: kvfold.generate(model, torch.cat([ids, continuation(1, 1)], 1), cache=cache),
+        lambda: context.ask(QUESTION, max_new_tokens=2),
+        lambda: chat.ask(QUESTION, max_new_tokens=2),
+        lambda: session.ask(QUESTION, max_new_tokens=2),
+        lambda: context.drop((5, 9)),
+        lambda: context.save(tmp_path / "mixed.kvfold"),
+    ):
+        with pytest.raises(KvfoldError, match=f"a model whose {what} .* since"):
+            turn()
+    assert not (tmp_path / "mixed.kvfold").exists()
+    cache.reset()
+    reader(ids)
+
+
+def test_a_cache_that_begins_anew_may_be_read_by_a_changed_model(model):
+    ids = prompts((64,))[0]
+    cache = CompressedCache(model, "full")
+    kvfold.generate(model, ids, cache=cache, **GREEDY)
+    edited(model)
+    other = ids.flip(1)
+    expected = model.generate(other, **GREEDY)
+    made = kvfold.generate(model, other, cache=cache, reuse="prefix", **GREEDY)
+    assert torch.equal(made, expected)
+
+
+def test_weights_are_not_compared_at_each_step(model, monkeypatch):
+    ids, seen = prompts((64,))[0], []
+    cache, own = CompressedCache(model, "knorm", 20), model_binding.read_by
+    monkeypatch.setattr(
+        model_binding, "read_by", lambda *given, **named: seen.append(1) or own(*given, **named)
+    )
+    made = kvfold.generate(model, ids, cache=cache, prefill_chunk=16, **GREEDY)
+    assert len(seen) == 1
+    kvfold.generate(model, torch.cat([made, continuation(1, 3)], 1), cache=cache, **GREEDY)
+    assert len(seen) == 2

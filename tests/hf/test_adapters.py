@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import kvfold
 from kvfold import CompressedCache, ContextFileError, KvfoldError, UnsupportedModel
-from kvfold.hf.adapters import active_adapters
+from kvfold.hf.adapters import Adapters, active_adapters, adapters_of, parts_of
 from kvfold.hf.versions import INSTALLED
 from tests.helpers import image_models
 from tests.helpers.caches import GREEDY
@@ -161,3 +161,101 @@ def test_a_context_file_is_of_the_adapters_it_was_made_under(tmp_path):
         kvfold.load(tmp_path / "law.kvfold", model, tokenizer)
     with pytest.raises(KvfoldError, match="under the adapter law"):
         context.ask(QUESTION, max_new_tokens=4)
+
+
+def scaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("law", 9.0)
+
+
+def swapped(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        if "lora_B.law" in name:
+            weight.data.copy_(weight.data + 1)  # as PEFT's hot swap does
+
+
+def trained(model: Any) -> None:
+    with torch.no_grad():
+        next(each for name, each in model.named_parameters() if "lora_B.law" in name).add_(1)
+
+
+def added_again(model: Any) -> None:
+    model.delete_adapter("law")
+    torch.manual_seed(7)
+    add_adapter(model, LORA, "law")
+    model.set_adapter("law")
+
+
+CHANGES = [scaled, swapped, trained, added_again]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_adapter_that_was_changed_is_refused_in_each_later_turn(change, tmp_path):
+    model, tokenizer = adapted(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, SPEC, 40)
+    chat = context.chat()
+    chat.ask(QUESTION, max_new_tokens=3)
+    context.save(tmp_path / "law.kvfold")
+    change(model)
+    for call in (
+        lambda: context.ask(QUESTION, max_new_tokens=3),
+        lambda: chat.ask(QUESTION, max_new_tokens=3),
+        lambda: context.save(tmp_path / "mixed.kvfold"),
+    ):
+        with pytest.raises(KvfoldError, match="weights or scales are others now"):
+            call()
+    assert not (tmp_path / "mixed.kvfold").exists()
+    with pytest.raises(ContextFileError, match="other weights"):
+        kvfold.load(tmp_path / "law.kvfold", model, tokenizer)
+
+
+def test_a_scale_that_changed_is_refused_in_a_forward_of_one_token():
+    model, ids = adapted(), prompts((64,))[0]
+    reader = Reader(model, CompressedCache(model, SPEC, 20))
+    reader(ids)
+    scaled(model)
+    with pytest.raises(KvfoldError, match="weights or scales are others now"):
+        reader(continuation(1, 1))
+
+
+def test_a_context_of_another_lora_alpha_is_refused(tmp_path):
+    def of(alpha: float) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=4, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False
+        )
+        return peft.get_peft_model(build("llama"), config).eval()
+
+    kvfold.compress(of(1), word_tokenizer(), DOCUMENT, SPEC, 40).save(tmp_path / "a")
+    kvfold.load(tmp_path / "a", of(1), word_tokenizer())
+    with pytest.raises(ContextFileError, match="other weights or scales of its adapters"):
+        kvfold.load(tmp_path / "a", of(400), word_tokenizer())
+
+
+def test_an_older_file_that_names_its_adapter_only_is_refused(tmp_path, monkeypatch):
+    model, tokenizer = adapted(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, SPEC, 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapters, "spelled", lambda adapters: "+law")
+        context.save(tmp_path / "old.kvfold")
+    with pytest.raises(ContextFileError, match="older file does not name: compress again"):
+        kvfold.load(tmp_path / "old.kvfold", model, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "vera", "modules"])
+def test_other_kinds_of_adapters_are_told_apart_by_their_tensors(kind):
+    config = {
+        "dora": peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+        "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        "vera": peft.VeraConfig(r=4, target_modules=["q_proj"]),
+        "modules": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    }[kind]
+    wrapped = peft.get_peft_model(build("llama"), config).eval()
+    seen = set[str]()
+    own = [each for each in wrapped.named_parameters() if "default" in each[0]]
+    for _, weight in own:
+        seen.add(adapters_of(parts_of(wrapped).layers).spelled())
+        weight.data.add_(1)
+    seen.add(adapters_of(parts_of(wrapped).layers).spelled())
+    assert len(seen) == len(own) + 1 > 1

@@ -81,7 +81,7 @@ def read(
         seed=header.seed,
         keep_scores=keeps_scores(header, method),
     )
-    cache.binding.check_adapters()
+    cache.binding.check_model()
     _check_fits(file, cache.fits)
     with told_as_damage(file):
         _fill(cache, file, model, heads or cache.ranks.own_heads)

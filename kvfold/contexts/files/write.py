@@ -104,13 +104,13 @@ def save(
     A process killed meanwhile leaves the old file intact, and a file `.kvfold-<random>.tmp`. Under
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
     KvfoldError if the cache is empty, in the middle of a turn, has several rows, or its method is
-    not registered; under other adapters than it was read under; for a codec that cannot be; and if
+    not registered; if the model has changed since it was read; for a codec that cannot be; and if
     the file cannot be written or is there, and no context file.
     """
     cache = context.cache
     _check(cache)
     check_context_place(Path(path))  # before the tensors are copied
-    cache.binding.check_adapters()
+    cache.binding.check_model()  # the identities below are those of the time when it was read
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
     headers = list(_layers(cache, tensors))
