@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import Event
@@ -18,6 +19,10 @@ from kvfold.generation.generate import generate
 
 # Decoders write this for a character some of whose bytes are in tokens still to come.
 INCOMPLETE = "\ufffd"
+# Tokens of one byte (`<0xE4>`): if one of a run is no UTF-8, the whole run is decoded as such.
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+# Last characters that a tokenizer's clean-up of spaces may still change: " n '" becomes "n't".
+CLEANED_UP = 6
 
 
 Ended = Literal["end", "stop", "limit"]
@@ -98,8 +103,9 @@ class NumbersOnly:
 class AnswerStream:
     """Stopping criterion for `generate` that streams text to `put` and ends at a stop string.
 
-    `prompt` is the number of prompt tokens. Text that may be the start of a stop string is held
-    back until the next tokens decide. Setting `cancelled` ends the answer at the next token.
+    `prompt` is the number of prompt tokens. Text that may be the start of a stop string, or that
+    the tokenizer may still change, is held back until the next tokens decide. All text together is
+    what the tokenizer decodes all tokens to. Setting `cancelled` ends the answer at the next token.
     """
 
     def __init__(
@@ -119,6 +125,8 @@ class AnswerStream:
         # Tokens before `_read` are decoded. Decoding restarts at `_start`, a little earlier, as the
         # text of a token depends on the ones before it.
         self._start = self._read = 0
+        self._cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._skipped = {*getattr(tokenizer, "all_special_ids", ())}
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """True `[1]` to stop; called after each token with all token ids `[1, N]`."""
@@ -143,33 +151,43 @@ class AnswerStream:
         return Reply(self.text, len(generated), ended)
 
     def _decode_new(self, last: bool) -> None:
-        before = self._decoded(self._tokens[self._start : self._read])
-        now = self._decoded(self._tokens[self._start :])
-        if not last and now.endswith(INCOMPLETE):
+        if last or self._cleans_up:
+            text = self._decoded(self._tokens)
+        else:
+            before = self._decoded(self._tokens[self._start : self._read])
+            now = self._decoded(self._tokens[self._start :])
+            text = self.text + now[len(before) :]
+        if not last and (text.endswith(INCOMPLETE) or self._is_within_bytes()):
             return
-        searched = len(self.text)
-        self.text += now[len(before) :]
-        if len(now) > len(before):
+        if len(text) > len(self.text):
             # Not after a token without text: the next word's space depends on the token before it.
             self._start = self._read
-        self._read = len(self._tokens)
-        longest = max(map(len, self.stop), default=0)
-        places = [self.text.find(stop, max(0, searched - longest)) for stop in self.stop]
+        self.text, self._read = text, len(self._tokens)
+        # None begins in what was shown.
+        places = [self.text.find(stop, self._shown) for stop in self.stop]
         found = [place for place in places if place >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
-        end = len(self.text) - (0 if self.stopped or last else self._held_back())
+        end = len(self.text) if self.stopped or last else self._settled()
         if end > self._shown:
             self.put(self.text[self._shown : end])
             self._shown = end
 
-    def _held_back(self) -> int:
-        """Number of last characters that may be the start of a stop string."""
+    def _is_within_bytes(self) -> bool:
+        """True if the last token with a text is one of bytes, to which more may come."""
+        last = next((token for token in reversed(self._tokens) if token not in self._skipped), None)
+        return last is not None and bool(
+            BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last)))
+        )
+
+    def _settled(self) -> int:
+        """Number of characters that stay, and are not the start of a stop string."""
+        end = len(self.text) - (CLEANED_UP if self._cleans_up else 0)
         longest = max(map(len, self.stop), default=0)
-        for count in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-count:]) for stop in self.stop):
-                return count
-        return 0
+        for count in range(min(longest - 1, end), 0, -1):
+            if any(stop.startswith(self.text[end - count : end]) for stop in self.stop):
+                return end - count
+        return end
 
     def _decoded(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

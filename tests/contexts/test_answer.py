@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from threading import Event
 from typing import Any
 
@@ -13,11 +14,12 @@ from transformers import GenerationConfig
 import kvfold
 from kvfold import KvfoldError
 from kvfold.cache.fork import fork
-from kvfold.contexts.answer import AnswerStream
+from kvfold.contexts.answer import CLEANED_UP, AnswerStream
 from tests.helpers.chats import compressed, expected
 from tests.helpers.contexts import QUESTION, new_model
 from tests.helpers.longrope import longrope, notices_drops
-from tests.helpers.tokenizers import PROMPT, WORDS, word_tokenizer
+from tests.helpers.models import build
+from tests.helpers.tokenizers import PROMPT, WORDS, cleaning_tokenizers, word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,9 @@ class Letters:
     def decode(self, tokens: list[int], **options: Any) -> str:
         return bytes(tokens).decode(errors="replace")
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(token)
+
 
 def pieces_of(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], AnswerStream, list[int]]:
     """What is shown after each byte of a text, the answer, and the tokens that make it up."""
@@ -117,6 +122,61 @@ def test_pieces_of_a_real_tokenizer_make_up_the_text():
     answer.finish(tokens)
     assert "".join(shown) == answer.text == tokenizer.decode(tokens)
     assert len(shown) > 10
+
+
+def streamed(tokenizer: Any, tokens: list[int], *stop: str) -> tuple[str, AnswerStream, list[int]]:
+    """What is shown of an answer of these tokens, the answer, and the tokens generated."""
+    shown: list[str] = []
+    answer = AnswerStream(tokenizer, 0, stop, shown.append, Event())
+    for end in range(1, len(tokens) + 1):
+        if bool(answer(torch.tensor([tokens[:end]]), None)):
+            tokens = tokens[:end]
+            break
+    answer.finish(tokens)
+    return "".join(shown), answer, tokens
+
+
+@pytest.mark.parametrize("name", ["words", "pieces", "letters", "bytes"])
+def test_an_answer_is_what_its_tokens_are_decoded_to(name):
+    """Of tokenizers that change the text of a token for the sake of later ones."""
+    tokenizer, draw = cleaning_tokenizers()[name], random.Random(0)
+    grown = 0
+    for _ in range(100):
+        tokens = [draw.randrange(len(tokenizer)) for _ in range(draw.randint(1, 14))]
+        parts = [tokenizer.decode(tokens[: n + 1], skip_special_tokens=True) for n in range(14)]
+        whole = parts[-1]
+        grown += all(whole.startswith(part) for part in parts)
+        shown, answer, _ = streamed(tokenizer, tokens)
+        assert shown == answer.text == whole
+        if whole:
+            start = draw.randrange(len(whole))
+            stop = whole[start : start + draw.randint(1, 4)]
+            shown, answer, tokens = streamed(tokenizer, tokens, stop)
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert answer.stopped and shown == answer.text == text[: text.index(stop)]
+    assert grown < 95  # else nothing was changed
+
+
+def test_the_clean_up_of_spaces_changes_the_last_characters_only():
+    tokenizer, draw = cleaning_tokenizers()["words"], random.Random(0)
+    letters = " " * 3 + "'" * 3 + "ntmsver.,a"
+    for _ in range(20_000):
+        text = "".join(draw.choices(letters, k=draw.randint(1, 16)))
+        part = tokenizer.clean_up_tokenization(text[: draw.randint(0, len(text))])
+        assert tokenizer.clean_up_tokenization(text).startswith(part[:-CLEANED_UP])
+
+
+@pytest.mark.parametrize("name", ["words", "pieces", "letters"])
+def test_questions_are_answered_by_tokenizers_that_clean_up(name):
+    tokenizer = cleaning_tokenizers()[name]
+    model = build("llama", vocab_size=len(tokenizer))
+    document, question = "the sky . is n't blue", "is it , ' s ?"
+    context = kvfold.compress(model, tokenizer, document, "full")
+    ids = tokenizer(f"<bos>{document}\n\n{question}\n", return_tensors="pt").input_ids
+    made = model.generate(ids, do_sample=False, max_new_tokens=30)
+    text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    assert "".join(context.stream(question, max_new_tokens=30)) == text
+    assert context.ask(question, max_new_tokens=30) == text.strip()
 
 
 def test_half_a_character_at_the_end_is_shown_as_such():
