@@ -47,14 +47,19 @@ def page(result: CheckResult) -> str:
 
 def claim(result: CheckResult) -> str:
     """The headline: the smallest certified part, or that there is none."""
-    sized = [each for each in result.certificates if each.certified and each.held_out]
-    if not sized:
+    best = smallest(result)
+    if best is None or best.held_out is None:
         return "No method stays within the limits on these prompts."
-    best = min(sized, key=lambda each: each.held_out.kept if each.held_out else 1.0)
-    assert best.held_out is not None
     if best.held_out.kept == 1:
         return f"{best.method} stays within the limits on these prompts."
     return f"{best.method} may keep {best.held_out.kept:.0%} of the cache on these prompts."
+
+
+def smallest(result: CheckResult) -> Certificate | None:
+    """The certificate of the smallest part; None without any."""
+    sized = [each for each in result.certificates if each.certified and each.held_out]
+    kept = lambda each: each.held_out.kept if each.held_out else 1.0  # noqa: E731
+    return min(sized, key=kept, default=None)
 
 
 def evidence(result: CheckResult) -> str:

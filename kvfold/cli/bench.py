@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -135,6 +136,10 @@ def command(
         work = {cell: _able(screen, cell, made, invited) for cell in cells}
         _measure(screen, store, session, work, repeats)
     _show(screen, store, cells, as_json)
+    if source.config is None:  # random weights have no answers
+        named = ",".join(method or METHODS)
+        used = shlex.join(["kvfold", "check", model, "PROMPTS.jsonl", "--methods", named])
+        screen.print(Text(f"next, the distance to the full cache: {used}"), soft_wrap=True)
 
 
 def _check_given(ctx: typer.Context, throughput: str | None, peers: list[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,14 +129,14 @@ def command(
             out=out,
             say=lambda what: bar.update(task, description=what),
         )
-    _show(screen, result, out, as_json)
+    _show(screen, result, out, as_json, model)
     if not result.certified:
         raise typer.Exit(1)
 
 
-def _show(screen: Console, result: CheckResult, out: Path, as_json: bool) -> None:
+def _show(screen: Console, result: CheckResult, out: Path, as_json: bool, model: str) -> None:
     """Writes the result and its page; prints tables, or the result as JSON."""
-    from kvfold.checks.page import page
+    from kvfold.checks.page import page, smallest
     from kvfold.cli.check_tables import cells_table, spans_table, verdict
 
     write_text(out / RESULT, result.model_dump_json(indent=1) + "\n")
@@ -152,3 +153,10 @@ def _show(screen: Console, result: CheckResult, out: Path, as_json: bool) -> Non
     for note in result.notes:
         screen.print(Text(note, style="dim"), soft_wrap=True)
     screen.print(Text(f"page: {(out / PAGE).resolve()}\nresult: {(out / RESULT).resolve()}"))
+    best = smallest(result)
+    if best is not None:
+        aware = result.protocol.question_aware
+        words = ["kvfold", "run" if aware else "compress", model, *(["--file"] if aware else [])]
+        budget = [] if best.budget is None else ["--budget", best.budget]
+        used = shlex.join([*words, "TEXT", "--method", best.method, *budget])
+        screen.print(Text(f"next: {used}"), soft_wrap=True)

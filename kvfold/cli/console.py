@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of the commands: progress bars, tables, sizes and durations."""
+"""Formats of the commands: progress, tables, sizes and durations."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import groupby
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
@@ -15,11 +17,16 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
+
+from kvfold.terminal import messages
 
 if TYPE_CHECKING:
     from kvfold.cache.stats import Stats
@@ -31,18 +38,69 @@ def stats_json(stats: Stats) -> dict[str, Any]:
     return dataclasses.asdict(stats) | derived
 
 
-def progress(out: Console) -> Progress:
-    """A progress bar with a description, removed at the end."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=out, transient=True)
+# Seconds between two lines of progress off a terminal, and between two that say the same.
+BETWEEN, AGAIN = 10.0, 60.0
+
+
+class ProgressLines(Progress):
+    """Progress off a terminal: a line on standard error where something has changed.
+
+    There are at least `BETWEEN` seconds between two lines; the last one is said again after
+    `AGAIN`.
+    """
+
+    def __init__(self, out: Console) -> None:
+        super().__init__(console=out, disable=True)
+        self._ended, self._said, self._at = Event(), "", 0.0
+        self._writer = Thread(target=self._write, daemon=True)
+
+    def start(self) -> None:
+        """Begins to write lines."""
+        self._writer.start()
+
+    def stop(self) -> None:
+        """Ends writing."""
+        self._ended.set()
+        self._writer.join()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # nobody reads standard error
+            while not self._ended.wait(1.0):
+                self.say(self.get_time())
+
+    def say(self, now: float) -> None:
+        """Writes a line if it is time for one; `now` in seconds."""
+        states = [_state(task) for task in self.tasks]
+        since = now - self._at if self._said else BETWEEN
+        if not states or since < (BETWEEN if states[-1] != self._said else AGAIN):
+            return
+        self._said, self._at = states[-1], now
+        past = timedelta(seconds=int(self.tasks[-1].elapsed or 0))
+        self.console.print(Text(f"{past} {self._said}"), soft_wrap=True)
+
+
+def _state(task: Task) -> str:
+    done = "" if task.total is None else f", {task.completed:,.0f} of {task.total:,.0f}"
+    return f"{task.description}{done}"
+
+
+def progress(out: Console, *further: ProgressColumn) -> Progress:
+    """Progress with a description and `further` columns, by default the time.
+
+    A bar, removed at the end, on `out`, or on standard error if only that is a terminal; lines
+    there if none is.
+    """
+    shown = out if out.is_terminal else messages(True)
+    if not shown.is_terminal:
+        return ProgressLines(shown)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn())
+    return Progress(*columns, *(further or [TimeElapsedColumn()]), console=shown, transient=True)
 
 
 @contextmanager
 def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of `total` items called `what`; yields a function that sets how many are done."""
-    said = TextColumn("{task.description}", markup=False)
-    columns = (said, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=out, transient=True) as bar:
+    """Progress of `total` items called `what`; yields a function that sets how many are done."""
+    with progress(out, MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
 

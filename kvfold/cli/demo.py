@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 import time
 from collections.abc import Sequence
@@ -106,6 +107,9 @@ def command(
     _write(page, trial, [opening, found], unknown, middle)
     out.print(Text(f"All of this and what each method kept: {page.resolve()}", overflow="fold"))
     out.print(f"{time.perf_counter() - started:.0f} seconds in all.")
+    other = "MODEL" if model == BUNDLED else model
+    used = shlex.join(["kvfold", "run", other, "--budget", middle, "--file", "TEXT"])
+    out.print(Text(f"Next, a model and a text of your own: {used}"), soft_wrap=True)
 
 
 def _limits(text: str) -> list[str]:
