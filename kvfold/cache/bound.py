@@ -7,24 +7,25 @@ from kvfold.budget import Budget
 from kvfold.errors import BudgetError, IllegalComposition, KvfoldError
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.every import Every, in_rounds
-
-Given = Budget | float | str | None  # a budget as a cache takes it
+from kvfold.methods.layer_budgets import Given, One, layerwise
 
 
 def bounded(
     method: Method, budget: Given, every: int | None, most: int | None
-) -> tuple[Method, Given]:
+) -> tuple[Method, One | None]:
     """The method and budget of a cache that holds at most `most` entries while it answers.
 
     Entries are counted per row, layer and KV head on average, as a budget's are, and the token of
     the running step is one of them: a budget and the tokens between two evictions are at most
     `most`. A method that appends gets rounds: of `every` tokens; else of 128, or fewer where the
     budget, or without one half of `most`, leaves no room for them. A missing budget is what the
-    rounds leave. Without `most` the method is `in_rounds`, and the budget as given.
+    rounds leave. Without `most` the method is `in_rounds`, and the budget as given. Budgets of
+    layers are the method's first: see `layerwise`.
 
     Raises KvfoldError for a method that cannot be bounded, and BudgetError for a budget or rounds
     that do not fit.
     """
+    method, budget = layerwise(method, budget)
     if most is None:
         return in_rounds(method, every), budget
     if type(most) is not int or most < 2:

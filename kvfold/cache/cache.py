@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from kvfold.attention import handshake
 from kvfold.attention.padding import announce, forget_announced
-from kvfold.budget import Budget
 from kvfold.cache import model_trial, setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
@@ -48,6 +47,7 @@ from kvfold.hf.stock_layers import (
     take_rows,
 )
 from kvfold.methods.base import Method, parse
+from kvfold.methods.layer_budgets import Given
 from kvfold.methods.observation import ContextReconstruction
 from kvfold.store.ragged import share_pairs
 
@@ -58,7 +58,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     Args:
         model: the model that will use it; its attention is routed through kvfold.
         method: a `Method`, or a text such as "snapkv:window=16".
-        budget: entries per layer and KV head (int), share of the tokens (float) or size ("2GiB").
+        budget: entries per layer and KV head (int), share of the tokens (float) or size ("2GiB");
+            a list has one number for each compressed layer.
         tokenizer: the model's, for methods that let it repeat the text (KVzip).
         protect: spans `(start, stop)` of positions that are never evicted; `kvfold.span` finds one
             from text.
@@ -79,7 +80,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self,
         model: PreTrainedModel,
         method: Method | str,
-        budget: Budget | float | str | None = None,
+        budget: Given = None,
         *,
         tokenizer: Any = None,
         protect: Sequence[tuple[int, int]] = (),
@@ -251,9 +252,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
             for layer in self.compressed_layers if until is None else []:
                 layer.end_reading()
 
-    def to_budget(
-        self, budget: Budget | float | str | None, method: Method | str | None = None
-    ) -> CompressedCache:
+    def to_budget(self, budget: Given, method: Method | str | None = None) -> CompressedCache:
         """A copy whose open prefill ends now, compressed to another budget, by `method` if given.
 
         This cache stays as it is. Raises KvfoldError outside the first prefill's `reading()` block,

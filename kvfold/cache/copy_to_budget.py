@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from kvfold.budget import Budget
 from kvfold.cache import setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.fits import Fits
@@ -18,6 +17,7 @@ from kvfold.cache.plan import checked_budget
 from kvfold.cache.reference_queries import ReferenceQueries
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages
+from kvfold.methods.layer_budgets import Given
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def take_over(
-    cache: CompressedCache, budget: Budget | float | str | None, method: Method
-) -> CompressedCache:
+def take_over(cache: CompressedCache, budget: Given, method: Method) -> CompressedCache:
     """A copy of `cache` whose prefill has ended, compressed by `method`.
 
     Raises KvfoldError as `CompressedCache.to_budget`.

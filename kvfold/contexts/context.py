@@ -39,6 +39,7 @@ from kvfold.hf.chat_template import PromptFrame, check_same, token_ids
 from kvfold.hf.lookups import check_tokens
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse
+from kvfold.methods.layer_budgets import Given
 from kvfold.methods.stages.select.one_set import Rule
 
 
@@ -185,7 +186,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase,
     document: str,
     method: Method | str = "kvzip",
-    budget: Budget | float | str | None = None,
+    budget: Given = None,
     *,
     prefill_chunk: int | None = None,
     compress: Compress = "at_end",
@@ -204,7 +205,7 @@ def compress(
         tokenizer: the model's.
         document: the text; special tokens spelled in it stay text, unless `special_tokens`.
         method: a method, or its text such as "snapkv:window=16".
-        budget: entries to keep, as for `Budget.of`; None for methods without a budget.
+        budget: entries to keep, as for `CompressedCache`; None for methods without a budget.
         prefill_chunk: tokens per forward; None: all at once.
         compress: "at_end" of the document, or "per_chunk", which bounds the memory.
         protect: parts of the document that are always kept: texts that occur in it once, or token

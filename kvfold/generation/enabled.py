@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import generate, settings_of
@@ -24,6 +23,7 @@ from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.forward_hooks import preparing
 from kvfold.hf.versions import CACHE, CACHE_NAMES, given_cache
 from kvfold.methods.base import Method
+from kvfold.methods.layer_budgets import Given
 
 # Options with which transformers makes a cache of its own.
 CACHES = ("cache_implementation", "cache_config")
@@ -103,7 +103,7 @@ class CompressedGenerate:
 def enable(
     model: PreTrainedModel,
     method: Method | str | None = None,
-    budget: Budget | float | str | None = None,
+    budget: Given = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     prefill_chunk: int | None = None,

@@ -231,7 +231,7 @@ def _kind(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
-        return "list of int"
+        return f"list of {typing.get_args(kind)[0].__name__}"
     name = str(kind.__name__)
     return {"str": "text", "FileName": "file name"}.get(name, name)
 

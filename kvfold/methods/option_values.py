@@ -90,7 +90,8 @@ def from_text(method: Method, option: str, text: str) -> Any:
         if kind is bool:
             return TRUTHS[text.lower()]
         if typing.get_origin(kind) is tuple:
-            return () if text == "none" else tuple(int(item) for item in text.split("/"))
+            number = _number if typing.get_args(kind)[0] is float else int
+            return () if text == "none" else tuple(map(number, text.split("/")))
         return kind(unquote(text, errors="strict") if _is_text(kind) else text)
     except (ValueError, TypeError, KeyError, StopIteration):
         raise KvfoldError(f"{method.name}:{option} takes {_in_words(kind)}, not {text!r}") from None
@@ -126,6 +127,11 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, str) or not _is_text(kind)
 
 
+def _number(text: str) -> float:
+    """A whole number as an int, another as a float."""
+    return int(text) if text.isdecimal() else float(text)
+
+
 def _is_text(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, str)
 
@@ -134,5 +140,6 @@ def _in_words(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
-        return "whole numbers with / between them"
+        whole = "whole " if typing.get_args(kind)[0] is int else ""
+        return f"{whole}numbers with / between them"
     return IN_WORDS.get(kind) or str(getattr(kind, "__name__", kind))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,7 +101,36 @@ class PartsFile:
         return Curve(budgets, parts)
 
 
-PartsSource = FittedFile | PartsFile
+@dataclass(frozen=True)
+class LayerParts:
+    """The budget of each layer: ratios up to 1, or numbers of tokens, which are ints."""
+
+    own: tuple[float, ...]
+
+    @property
+    def file(self) -> str:
+        """What messages name instead of a file."""
+        return f"a budget of {len(self.own)} numbers"
+
+    @property
+    def counted(self) -> bool:
+        """True for numbers of tokens."""
+        return all(isinstance(each, int) for each in self.own)
+
+    @property
+    def mean(self) -> float:
+        """The budget of all layers together; tokens are rounded up."""
+        mean = sum(self.own) / len(self.own)
+        return math.ceil(mean) if self.counted else mean
+
+    def read(self) -> Curve:
+        """Their proportions, for other budgets than their mean."""
+        parts = torch.tensor(self.own, dtype=torch.float64)
+        parts = parts / parts.max() if self.counted else parts
+        return Curve(parts.mean().view(1), parts.view(1, -1, 1))
+
+
+PartsSource = FittedFile | PartsFile | LayerParts
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -140,6 +170,23 @@ def by_parts(
     sizes = torch.tensor(rows, device=seen.device).view(len(rows), len(statistics), -1)
     each_layer = (sizes if per_head else sizes[..., 0]).unbind(1)
     return [size.to(of.device) for size, of in zip(each_layer, statistics, strict=True)]
+
+
+def by_own_budgets(
+    statistics: list[Tensor], budget: Tensor, seen: Tensor, *, parts: Curve, own: LayerParts
+) -> list[Tensor]:
+    """Sizes `[B]` of each layer: its own budget, where the cache's is their mean.
+
+    Otherwise as `by_parts`.
+    """
+    made = by_parts(statistics, budget, seen, parts=parts)
+    for layer, amount in enumerate(own.own):
+        # As `Budget.per_layer` rounds a ratio
+        exact = torch.full_like(budget, amount) if own.counted else budget * (amount / own.mean)
+        size = (exact + ROUNDING).floor().long().to(made[layer].device)
+        mean = budget == own.mean if own.counted else budget <= seen.double() * own.mean + ROUNDING
+        made[layer] = torch.where(mean.to(size.device), size, made[layer])
+    return made
 
 
 def proportional_within(weights: Tensor, total: int, least: Tensor, most: Tensor) -> list[int]:
