@@ -58,11 +58,10 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     Args:
         model: the model that will use it; its attention is routed through kvfold.
         method: a `Method`, or a text such as "snapkv:window=16".
-        budget: entries per layer and KV head (int), share of the tokens (float) or size ("2GiB");
-            a list has one number for each compressed layer.
+        budget: entries per layer and KV head (int), share of tokens (float), "2GiB", or a list
+            of one number for each compressed layer.
         tokenizer: the model's, for methods that let it repeat the text (KVzip).
-        protect: spans `(start, stop)` of positions that are never evicted; `kvfold.span` finds one
-            from text.
+        protect: spans `(start, stop)` of positions that are never evicted; see `kvfold.span`.
         seed: fixes the choice of random methods.
         keep_scores: keep the scores of kept entries, for smaller budgets later (`cache/shrink.py`).
         every: generated tokens after which the cache is back at its size, "method + every".
