@@ -51,7 +51,7 @@ def take_over(cache: CompressedCache, budget: Given, method: Method) -> Compress
     other.phase.reads_ids = Phase.of(stages.needs).reads_ids
     other.method, other.budget, other.fits = method, made, fits
     for state in other.states:
-        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
+        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
         state.plan = replace(state.plan, stages=own, budget=made)
         state.narrow_windows(own.needs.window)
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)

@@ -295,7 +295,7 @@ def _copy(
         edited = copy.copy(layer)
         edited.binding = other.binding
         state = renumbered(layer.state, by, None if new is None else new.of_layer(index))
-        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
+        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
         state.plan = replace(state.plan, stages=own)
         state.phase, state.waiting = other.phase, waiting
         edited.state = state

@@ -20,7 +20,7 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     tokens = state.sequence.tokens()
     ended = [] if tokens is None else _ended(tokens, store.new[0] if decoding else 1)
     if not store.pairs:
-        if store.encode_due(decoding, observation, ended):
+        if store.encode_due(decoding, observation, ended, state.sequence.positions):
             state.evicted_at = state.seen
     elif waiting.first_of_pair is None:
         waiting.first_of_pair = state

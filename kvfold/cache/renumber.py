@@ -158,7 +158,7 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         keys, values = torch.cat([keys, inserted.keys], 2), torch.cat([values, inserted.values], 2)
         columns = torch.cat([columns, inserted.columns], 2)
     slots, bias = _by_column(columns), _joined_bias(store, inserted)
-    other.store = _stored(store, keys, values, columns, slots, by.sequence.seen, bias)
+    other.store = _stored(store, keys, values, columns, slots, by.sequence, bias)
     other.select_per_entry(slots)
     valid = by.sequence.valid
     other.sequence = replace(by.sequence, valid=None if valid is None else valid.clone())
@@ -210,7 +210,7 @@ def _close_gaps(state: LayerState) -> None:
     bias = state.stored().bias
     bias = None if bias is None else pick(bias, every, 0)
     slots = _by_column(columns)
-    state.store = _stored(state.stored(), keys, values, columns, slots, state.seen, bias)
+    state.store = _stored(state.stored(), keys, values, columns, slots, state.sequence, bias)
 
 
 def _rotated(state: LayerState, keys: Tensor, shifts: Tensor) -> Tensor:
@@ -235,13 +235,14 @@ def _stored(
     values: Tensor,
     columns: Tensor,
     slots: Tensor,
-    seen: int,
+    sequence: LogicalSequence,
     bias: Tensor | None,
 ) -> Store:
     """A store of the same kind with the entries at `slots`, in their `columns [B, H, T]`."""
     if isinstance(old, RaggedStore):
         made = RaggedStore(keys, values, columns, slots, old.encode, bias)
-        made.encode_due(decoding=False)
+        made.begin_beside(old)
+        made.encode_due(decoding=False, place=sequence.positions)
         if old.encode.standalone:
             stay = slots.masked_fill(slots >= old.length, -1)
             unmoved = (keys[:, :, : old.length] == old.dense()[0]).all(-1)
@@ -252,7 +253,7 @@ def _stored(
         store.set_bias(bias)
     store.keep(slots)
     columns = pick(columns, slots, -1)
-    if columns.shape[-1] == seen and bool((columns >= 0).all()) and bias is None:
+    if columns.shape[-1] == sequence.seen and bool((columns >= 0).all()) and bias is None:
         return DenseStore(store.keys, store.values)  # slot i is column i, as in a stock cache
     store.place(columns)
     return store

@@ -152,18 +152,21 @@ def put_compressed_layers(
         check_structure(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
-        stored = stages_in_layer(stages, place, len(own))
-        plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         rotation, projection = Rotation(model, index), OutputProjection(model, index)
+        stored = stages_in_layer(stages, place, len(own), rotation)
+        plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         check_layer(stages, rotation, projection)
         fitted = fits.of_layer(place, ranks.own_heads)
         state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, *fitted)
         layers[index] = CompressedLayer(state, shared.binding)
 
 
-def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:
+def stages_in_layer(stages: Stages, place: int, layers: int, rotation: Rotation) -> Stages:
     """The stages of compressible layer `place` of `layers`, which may be stored as it came."""
-    return replace(stages, encode=stages.encode and stages.encode.of_layer(place, layers))
+    encode = stages.encode and stages.encode.of_layer(place, layers)
+    if encode is not None:
+        encode = encode.beside_rope(None if rotation.irreversible() else rotation)
+    return replace(stages, encode=encode)
 
 
 def check_layer(stages: Stages, rotation: Rotation, projection: OutputProjection) -> None:

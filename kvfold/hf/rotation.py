@@ -81,19 +81,23 @@ class Rotation(LayerOfModel):
 
         Keys of models that rotate nothing, and of layers without RoPE, do not change.
         """
-        name = type(self.model).__name__
-        reason = None
-        if self._has_changing_frequencies():
-            reason = f"{name} changes its rotary frequencies with the length"
-        elif self._has_positions_of_images():
-            reason = f"{name} rotates keys of images by positions that kvfold does not see"
-        elif not (self._is_known() or self._has_no_rope()):
-            reason = f"kvfold cannot tell how layer {self.layer} of {name} rotates its keys"
+        reason = self.irreversible()
         if reason is not None:
             raise UnsupportedModel(
                 f"{reason}, so there are no un-rotated keys or queries to read: use another "
                 "method, or model"
             )
+
+    def irreversible(self) -> str | None:
+        """Why stored keys cannot be rotated back for certain; None if they can."""
+        name = type(self.model).__name__
+        if self._has_changing_frequencies():
+            return f"{name} changes its rotary frequencies with the length"
+        if self._has_positions_of_images():
+            return f"{name} rotates keys of images by positions that kvfold does not see"
+        if not (self._is_known() or self._has_no_rope()):
+            return f"kvfold cannot tell how layer {self.layer} of {name} rotates its keys"
+        return None
 
     @property
     def turns(self) -> bool:

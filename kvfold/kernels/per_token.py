@@ -25,6 +25,8 @@ from kvfold.kernels.codebook import (
     rotation,
     unpacked,
 )
+from kvfold.kernels.key_means import KeyMeans
+from kvfold.kernels.mean_rotation import Rotate
 from kvfold.kernels.views import Flat, Named
 
 FP8 = torch.float8_e4m3fn
@@ -122,7 +124,7 @@ class PerTokenEncoded:
     @property
     def decoded(self) -> Tensor:
         """The quantized entries of all segments `[sum, D]`, in the model's dtype."""
-        return self._decoded(self.codes.rows, self.scales.rows)
+        return self._decoded(self.codes.rows, self.scales.rows, None)
 
     @property
     def rows(self) -> Tensor:
@@ -137,7 +139,7 @@ class PerTokenEncoded:
 
     def segment(self, i: int) -> Tensor:
         """Entries `[n, D]` of segment i."""
-        of_codes = self._decoded(self.codes.segment(i), self.scales.segment(i))
+        of_codes = self._decoded(self.codes.segment(i), self.scales.segment(i), i)
         return torch.cat([self.whole.segment(i), of_codes])
 
     def extended(self, new: Self) -> Self:
@@ -157,9 +159,8 @@ class PerTokenEncoded:
 
     def kept(self, entries: list[Tensor]) -> Self:
         """A copy of the `entries`, int64 `[n]`, ascending, of each segment."""
-        pairs = list(zip(entries, self.whole.lengths, strict=True))
-        whole = [at[at < count] for at, count in pairs]
-        coded = [at[at >= count] - count for at, count in pairs]
+        whole = [at[at < n] for at, n in zip(entries, self.whole.lengths, strict=True)]
+        coded = self._coded(entries)
         return self._with(_at(self.whole, whole), _at(self.codes, coded), _at(self.scales, coded))
 
     def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
@@ -176,6 +177,11 @@ class PerTokenEncoded:
             for mine, part in ((codes, other.codes), (scales, other.scales)):
                 mine.segments[i][known] = part.segments[i][theirs[known]]
         return self._with(self.whole, codes, scales)
+
+    def _coded(self, entries: list[Tensor]) -> list[Tensor]:
+        """Places among the quantized ones of those of the `entries` of each segment that are."""
+        pairs = zip(entries, self.whole.lengths, strict=True)
+        return [at[at >= count] - count for at, count in pairs]
 
     def tensors(self) -> list[Tensor]:
         """Whole entries, codes and scales of all segments."""
@@ -201,33 +207,87 @@ class PerTokenEncoded:
     def _with(self, whole: Flat, codes: Flat, scales: Flat) -> Self:
         return dataclasses.replace(self, whole=whole, codes=codes, scales=scales)
 
-    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Entries `[n, D]` of these codes and scales."""
+    def _decoded(self, codes: Tensor, scales: Tensor, i: int | None) -> Tensor:
+        """Entries `[n, D]` of these codes and scales of segment i; None: of all segments."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class RotatedKeys(PerTokenEncoded):
-    """Quantized keys: of 2, 3 or 4 bits rotated, of 8 bits FP8 without a rotation."""
+    """Quantized keys: of 2, 3 or 4 bits rotated, of 8 bits FP8 without a rotation.
+
+    With `means` codes and scales are of what is left of a key without its segment's mean.
+    """
 
     numbers: ClassVar[int] = 1
+    means: KeyMeans | None = None
 
     @classmethod
-    def of(cls, segments: list[Tensor], bits: int, correct: bool, sinks: list[int]) -> RotatedKeys:
+    def of(
+        cls,
+        segments: list[Tensor],
+        bits: int,
+        correct: bool,
+        sinks: list[int],
+        means: KeyMeans | None = None,
+    ) -> RotatedKeys:
         """From each segment's keys `[n, D]`, the first `sinks[i]` of which stay whole."""
         whole, rows, lengths = _divided(segments, sinks)
-        codes, scales = quantized_keys(rows, bits, correct)
-        return cls(whole, Flat(codes, lengths), Flat(scales, lengths), bits)
+        rest = rows if means is None else _wide(rows) - means.turned()
+        codes, scales = quantized_keys(rest, bits, correct)
+        return cls(whole, Flat(codes, lengths), Flat(scales, lengths), bits, means)
+
+    def extended(self, new: Self) -> Self:
+        both, known = super().extended(new), self.means or new.means
+        if known is None:
+            return both
+        old, later = (each.means or known.without(each.codes.lengths) for each in (self, new))
+        return both.with_means(old.extended(later))
+
+    def select(self, segments: list[int]) -> Self:
+        chosen = super().select(segments)
+        return chosen if self.means is None else chosen.with_means(self.means.select(segments))
+
+    def kept(self, entries: list[Tensor]) -> Self:
+        kept = super().kept(entries)
+        if self.means is None:
+            return kept
+        positions = _at(self.means.positions, self._coded(entries))
+        return kept.with_means(dataclasses.replace(self.means, positions=positions))
+
+    def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
+        """As of all entries; codes beside another mean are of other keys, and stay out."""
+        mine, theirs = (
+            torch.zeros(len(places), each.size, device=each.codes.rows.device)
+            if each.means is None
+            else each.means.rows
+            for each in (self, other)
+        )
+        same = (mine == theirs).all(1)
+        return super().with_codes_of(
+            other, [at.masked_fill(~alike, -1) for at, alike in zip(places, same, strict=True)]
+        )
+
+    def with_means(self, means: KeyMeans) -> Self:
+        """The same codes beside `means`."""
+        return dataclasses.replace(self, means=means)
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + ([] if self.means is None else self.means.tensors())
 
     def named(self) -> Named:
         """As of all entries, and the table of centroids with each segment; FP8 has none."""
+        parts = super().named()
+        if self.means is not None:
+            parts |= {"means": list(self.means.rows)}
+            parts |= {"positions": list(self.means.positions.segments)}
         if self.bits == 8:
-            return super().named()
+            return parts
         table = centroids(self.bits, torch.float32, self.codes.rows.device)
-        return {**super().named(), "table": [table.clone() for _ in self.lengths]}
+        return {**parts, "table": [table.clone() for _ in self.lengths]}
 
     @classmethod
-    def from_named(cls, parts: Named, bits: int) -> Self:
+    def from_named(cls, parts: Named, bits: int, rotate: Rotate | None = None) -> Self:
         """As of all entries; raises KvfoldError for codes of another table."""
         for table in parts.get("table", []):
             if not torch.equal(table, centroids(bits, torch.float32, table.device)):
@@ -235,7 +295,11 @@ class RotatedKeys(PerTokenEncoded):
                     f"these keys have codes of another table than kvfold's of {bits} bits: "
                     "compress the document again"
                 )
-        return super().from_named(parts, bits)
+        made = super().from_named(parts, bits)
+        if "means" not in parts:
+            return made
+        means = KeyMeans.from_named(parts, made.size, made.codes.lengths, rotate)
+        return made.with_means(means)
 
     def asked(self, query: Tensor) -> Tensor:
         """Queries `[…, D]`, at least float32, whose products with codes are those with keys."""
@@ -257,15 +321,20 @@ class RotatedKeys(PerTokenEncoded):
         rows, scales = found.view(segments, -1, query.shape[-1]), self.scales.rows
         whole = self.whole.rows.view(segments, -1, query.shape[-1])
         of_codes = asked @ rows.transpose(1, 2) * scales.view(segments, 1, -1)
+        if self.means is not None:
+            turned = self.means.turned().view(rows.shape)
+            of_codes = of_codes + _wide(query) @ turned.to(asked.dtype).transpose(1, 2)
         return torch.cat([query @ whole.transpose(1, 2), of_codes.to(query.dtype)], -1)
 
-    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def _decoded(self, codes: Tensor, scales: Tensor, i: int | None) -> Tensor:
         dtype = self.whole.rows.dtype
         wide = torch.promote_types(dtype, torch.float32)
         if self.bits == 8:
-            return _narrow(codes.view(FP8).to(wide) * scales, dtype)
-        found = looked_up(unpacked(codes, self.bits), self.bits, wide)
-        return _narrow(rotated_back(found) * scales, dtype)
+            found = codes.view(FP8).to(wide)
+        else:
+            found = rotated_back(looked_up(unpacked(codes, self.bits), self.bits, wide))
+        found = found * scales
+        return _narrow(found if self.means is None else found + self.means.turned(i), dtype)
 
 
 @dataclass(frozen=True)
@@ -281,7 +350,7 @@ class TokenValues(PerTokenEncoded):
         codes, scales = quantized_values(rows, bits)
         return cls(whole, Flat(codes, lengths), Flat(scales, lengths), bits)
 
-    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def _decoded(self, codes: Tensor, scales: Tensor, i: int | None) -> Tensor:
         dtype = self.whole.rows.dtype
         wide = unpacked(codes, self.bits).to(torch.promote_types(dtype, torch.float32))
         return _narrow(wide.mul_(scales[:, :1]).add_(scales[:, 1:]), dtype)

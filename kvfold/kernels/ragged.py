@@ -193,10 +193,12 @@ def _both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
 def _both_alone(stored: RaggedView) -> tuple[RotatedKeys, TokenValues] | None:
     """Keys and values that were quantized one by one; None unless all segments have raw ones too.
 
-    Whole entries are as many in each segment.
+    Whole entries are as many in each segment. None for keys beside means, which kernels do not add.
     """
     keys, values = stored.keys.encoded, stored.values.encoded
     if not isinstance(keys, RotatedKeys) or not isinstance(values, TokenValues):
+        return None
+    if keys.means is not None:
         return None
     same = stored.keys.gaps == stored.values.gaps
     evenly_whole = len({*keys.whole.lengths, *values.whole.lengths}) == 1

@@ -38,7 +38,12 @@ class TurboQuant(Method):
     `keys` or `values` have 3 bits or fewer, else 0. Different from vLLM's: exact centroids (its
     own differ from the fourth digit on), recent entries and sinks stay raw, lengths are stored
     corrected; head sizes of no power of two take a cosine transform beside the Hadamard matrix. The
-    paper's sketch of the residual (QJL) is left out, as there. Raises KvfoldError for other bits.
+    paper's sketch of the residual (QJL) is left out, as there.
+
+    Where a head's keys before RoPE share far more than they differ by, as with large biases of
+    their projection, the mean is fixed with the first codes and kept exactly, and codes are of what
+    is left. That takes 4 more bytes a key, for its position, and decode steps in plain torch. Keys
+    that kvfold cannot rotate back are warned of instead. Raises KvfoldError for other bits.
     Source: Zandieh et al., sections 3 and 4; vllm-project/vllm `turboquant` files.
     """
 

@@ -7,10 +7,11 @@ Subclasses quantize (KIVI, TurboQuant), prune channels (ThinK) or pair layers (M
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
+from kvfold.kernels.mean_rotation import Rotate
 from kvfold.kernels.views import BLOCK, Encoded, Flat, Named
 
 
@@ -35,6 +36,13 @@ class QueriedKeys(Protocol):
 
     def group_mean(self, per_query_head: Tensor) -> Tensor:
         """Mean over each group's query heads: `[B, Hq, …]` → `[B, H, …]`."""
+
+
+class Unencoded(NamedTuple):
+    """The keys of each segment that are not encoded `[n, D]`, oldest first, and their positions."""
+
+    keys: list[Tensor]
+    positions: list[Tensor]
 
 
 COLUMN_BYTES = 4  # an entry's column, int32
@@ -79,6 +87,10 @@ class Encode:
         """Encoding of layer number `layer` of `layers`; None: its entries stay raw."""
         return self
 
+    def beside_rope(self, rotate: Rotate | None) -> Self:
+        """The encoding of a layer whose RoPE is `rotate`; None: it is not known."""
+        return self
+
     def fitting(self, room: float, size: EntrySize) -> int:
         """Number of entries of a KV head that certainly fit into `room` bytes."""
         return int(room // size.whole)
@@ -92,11 +104,16 @@ class Encode:
         return self.key_count(entries, encoded, decoding)
 
     def keys(
-        self, segments: list[Tensor], seen: QueriedKeys | None, earlier: Encoded | None
+        self,
+        segments: list[Tensor],
+        seen: QueriedKeys | None,
+        earlier: Encoded | None,
+        among: Unencoded | None = None,
     ) -> Encoded:
         """Encoded keys of each segment `[n, D]`, to be appended to `earlier`.
 
-        `seen` is the layer's observation when a prefill ends, None while decoding.
+        `seen` is the layer's observation when a prefill ends, None while decoding. `among` are the
+        keys that these are the oldest of, for an encoding that is `standalone`.
         """
         return Flat.of(segments)
 

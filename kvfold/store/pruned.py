@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Encoded, Flat, Named
-from kvfold.store.encoding import Encode, QueriedKeys
+from kvfold.store.encoding import Encode, QueriedKeys, Unencoded
 
 
 def channel_scores(seen: QueriedKeys, queries: int) -> Tensor:
@@ -130,7 +130,11 @@ class Pruning(Encode):
         return self.key_count(entries, encoded, decoding)
 
     def keys(
-        self, segments: list[Tensor], seen: QueriedKeys | None, earlier: Encoded | None
+        self,
+        segments: list[Tensor],
+        seen: QueriedKeys | None,
+        earlier: Encoded | None,
+        among: Unencoded | None = None,
     ) -> Encoded:
         assert seen is not None
         channels = kept_channels(channel_scores(seen, self.queries), self.ratio).flatten(0, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.views import Encoded, Named
-from kvfold.store.encoding import Encode, EntrySize, QueriedKeys
+from kvfold.store.encoding import Encode, EntrySize, QueriedKeys, Unencoded
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,11 @@ class Packing(Encode):
         return max(encoded, entries - self.residual)
 
     def keys(
-        self, segments: list[Tensor], seen: QueriedKeys | None, earlier: Encoded | None
+        self,
+        segments: list[Tensor],
+        seen: QueriedKeys | None,
+        earlier: Encoded | None,
+        among: Unencoded | None = None,
     ) -> Encoded:
         return PackedKeys.of(segments, self.key_bits, self.group)
 

@@ -266,21 +266,31 @@ class RaggedStore(Store):
         return self._keys.due(key_count), self._values.due(value_count)
 
     def encode_due(
-        self, decoding: bool, seen: QueriedKeys | None = None, ended: Sequence[bool] = ()
+        self,
+        decoding: bool,
+        seen: QueriedKeys | None = None,
+        ended: Sequence[bool] = (),
+        place: Callable[[Tensor], Tensor] | None = None,
     ) -> bool:
         """Encodes the entries that are due; true if there were any.
 
         `seen` is the layer's observation when a prefill ends, None while decoding. Nothing is due
-        of rows that have `ended`; empty: none has.
+        of rows that have `ended`; empty: none has. `place` gives the positions of columns; None:
+        the columns.
         """
         of_keys, of_values = self._due_now(decoding, ended)
         keys, values = self._keys, self._values
         first = keys.encoded is None
         if first or any(of_keys):
-            keys.accept(self.encode.keys(keys.oldest(of_keys), seen, keys.encoded))
+            among = keys.unencoded(self.columns, place) if self.encode.standalone else None
+            keys.accept(self.encode.keys(keys.oldest(of_keys), seen, keys.encoded, among))
         if first or any(of_values):
             values.accept(self.encode.values(values.oldest(of_values), values.encoded))
         return any(of_keys) or any(of_values)
+
+    def begin_beside(self, old: RaggedStore) -> None:
+        """Lets keys that are encoded from now on have the means of those in `old`."""
+        self._keys.begin_beside(old._keys)
 
     def keep_codes(self, old: RaggedStore, keys: Tensor, values: Tensor) -> None:
         """Keeps the codes that `old` has, as rounding its decoded entries again adds an error.

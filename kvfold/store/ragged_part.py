@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.kernels.per_token import PerTokenEncoded
 from kvfold.kernels.views import Encoded, Named, PartView
 from kvfold.store.buffer import GrowingBuffer
+from kvfold.store.encoding import Unencoded
 from kvfold.store.shared_buffer import SharedBuffer
 
 # Free slots of the tail: few, as the tail is small beside the encoded entries.
@@ -162,6 +163,23 @@ class Part:
             rows[i // heads, i % heads, gap : gap + n]
             for i, (n, gap) in enumerate(zip(counts, self.gaps, strict=True))
         ]
+
+    def unencoded(
+        self, columns: Tensor, place: Callable[[Tensor], Tensor] | None = None
+    ) -> Unencoded:
+        """The tail's entries, and their places among the `columns [B, H, T]` of all entries.
+
+        `place` gives the positions of columns; None: the columns.
+        """
+        positions = (columns if place is None else place(columns)).flatten(0, 1)
+        rows = zip(positions, self.alive, strict=True)
+        return Unencoded(self.oldest(self.alive), [row[len(row) - n :] for row, n in rows])
+
+    def begin_beside(self, old: Part) -> None:
+        """Lets entries that are encoded from now on share what the encoded ones of `old` share."""
+        if isinstance(old.encoded, PerTokenEncoded):
+            nothing = torch.arange(0, device=self.tail.rows.device)
+            self.encoded = old.encoded.kept([nothing] * len(self.gaps))
 
     def accept(self, new: Encoded) -> None:
         """Moves the entries that were due from the tail to the encoded ones; `new` encodes them."""

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from kvfold.kernels.key_means import KeyMeans
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.views import Flat
@@ -32,12 +33,22 @@ def partners_of(segments):
     return [segment + 0.3 * other for segment, other in zip(segments, noise, strict=True)]
 
 
+def beside_means(segments):
+    """Keys at positions of their own, of which each segment's have a mean that grows with these."""
+    lengths = [len(segment) for segment in segments]
+    rows = torch.arange(1.0, len(segments) + 1)[:, None].expand(-1, SIZE).clone()
+    places = Flat(torch.arange(sum(lengths))[:, None].int(), lengths)
+    means = KeyMeans(rows, places, lambda keys, by: keys * by[0, :, None])
+    return RotatedKeys.of(segments, 4, True, [0] * len(segments), means)
+
+
 ENCODERS = {
     "flat": Flat.of,
     **{f"keys{b}": lambda x, b=b: PackedKeys.of(x, b, GROUP) for b in (2, 4, 8)},
     **{f"values{b}": lambda x, b=b: PackedValues.of(x, b, GROUP) for b in (2, 4, 8)},
     **{f"turned{b}": lambda x, b=b: RotatedKeys.of(x, b, True, [0] * len(x)) for b in (2, 3, 4, 8)},
     **{f"alone{b}": lambda x, b=b: TokenValues.of(x, b, [0] * len(x)) for b in (2, 3, 4)},
+    "means": beside_means,
     "pruned": of_pruned,
     "first": lambda x: Pairing().pair(x, partners_of(x))[0],
     "second": lambda x: Pairing().pair(partners_of(x), x)[1],

@@ -221,3 +221,13 @@ def broken(module):
         raise RuntimeError("broken")
 
     return module.register_forward_pre_hook(fail)
+
+
+def with_key_biases(model: Any, channels: list[int], by: float) -> Any:
+    """The same model, changed: `by` is added to these channels of each head's key before RoPE."""
+    for layer in model.get_decoder().layers:
+        linear = layer.self_attn.k_proj
+        bias = torch.zeros_like(linear.weight[:, 0]).view(-1, layer.self_attn.head_dim)
+        bias[:, channels] = by
+        linear.bias = torch.nn.Parameter(bias.flatten())
+    return model

@@ -45,9 +45,10 @@ from kvfold.hf.header import (
 from kvfold.methods.stages.select.one_set import Rule
 from kvfold.writing import check_kind
 
-# Incremented when a file of one version would be misread by the other. Files with a codec are
-# CODED, those with biases of entries BIASED, and all others stay as they were.
-VERSION, BIASED, CODED = VERSIONS = "1", "2", "3"
+# Incremented when a file of one version would be misread by the other. Files with means of keys
+# beside their codes are CENTRED, others with a codec CODED, those with biases of entries BIASED,
+# and all others stay as they were.
+VERSION, BIASED, CODED, CENTRED = VERSIONS = "1", "2", "3", "4"
 # Numbers of layers that files have where one is set; others are as before the fields existed.
 LATER = ("turn_end", "next_round", "settled")
 # Keys of the safetensors metadata.
@@ -257,8 +258,14 @@ def metadata(header: Header) -> dict[str, str]:
     if unset:
         empty["layers"] = {"__all__": unset}
     text = header.model_dump_json(exclude=empty)
-    version = CODED if header.codec else BIASED if has_bias(header) else VERSION
+    version = _version(header)
     return {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}
+
+
+def _version(header: Header) -> str:
+    if any("keys.means" in layer.by_head for layer in header.layers):
+        return CENTRED
+    return CODED if header.codec else BIASED if has_bias(header) else VERSION
 
 
 def has_bias(header: Header) -> bool:

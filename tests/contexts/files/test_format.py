@@ -14,9 +14,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import kvfold
 from kvfold import ContextFileError
 from kvfold.contexts.files import stock_layers as others
-from kvfold.contexts.files.format import StockLayerHeader, read_header
+from kvfold.contexts.files.format import FORMAT, StockLayerHeader, read_header
 from kvfold.methods.base import preset, spelled_out
-from tests.helpers.contexts import rewritten
+from tests.helpers.contexts import QUESTION, TURBO, assert_same, compressed, new_model, rewritten
+from tests.helpers.models import with_key_biases
 from tests.helpers.tokenizers import WORDS
 
 
@@ -30,9 +31,26 @@ def test_every_method_is_spelled_out_so_that_it_can_be_read():
 
 
 def test_another_version_is_refused(model, tokenizer, saved, tmp_path):
-    path = rewritten(tmp_path / "a.kvfold", saved, version="4")
-    with pytest.raises(ContextFileError, match="format version '4', and this kvfold reads 1, 2, 3"):
+    path = rewritten(tmp_path / "a.kvfold", saved, version="5")
+    reads = "format version '5', and this kvfold reads 1, 2, 3, 4"
+    with pytest.raises(ContextFileError, match=reads):
         kvfold.load(path, model, tokenizer)
+
+
+@pytest.mark.parametrize("spec", [TURBO, f"adakv + {TURBO}"])
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_files_hold_the_means_of_keys(tokenizer, tmp_path, spec, codec):
+    """In a format version of their own, as older readers would leave them out."""
+    model = with_key_biases(new_model(head_dim=16), [1, 6, 7, 15], 60.0)
+    context = compressed(model, tokenizer, spec)
+    assert any(state.store._keys.encoded.means is not None for state in context.cache.states)
+    path = tmp_path / "a.kvfold"
+    context.save(path, **({} if codec is None else {"codec": codec}))
+    with safe_open(path, "pt") as file:
+        assert file.metadata()[FORMAT] == "4"
+    loaded = kvfold.load(path, model, tokenizer)
+    assert_same(loaded.cache, context.cache)
+    assert loaded.ask(QUESTION) == context.ask(QUESTION)
 
 
 @pytest.mark.parametrize(
