@@ -131,8 +131,7 @@ def generate(
             resumed.go_back()
             if stop > resumed.seen and per_chunk:
                 read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
-                # A last piece of one token is no decode step.
-                cache.phase.until = input_ids.shape[1]
+                cache.phase.until = input_ids.shape[1]  # a piece of one token is no decode step
             elif stop > resumed.seen:
                 ids, total = input_ids[:, :stop], input_ids.shape[1]
                 read_turn(model, cache, ids, attention_mask, total, chunk)
