@@ -18,7 +18,7 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.assisted import ASSISTED
 from kvfold.generation.resume import Resumption
 from kvfold.hf import rope_deltas
-from kvfold.hf.adapters import unwrapped
+from kvfold.hf.adapters import OF_A_FORWARD, unwrapped
 from kvfold.methods.base import Method
 
 # Caches that a generation configuration may ask for, and transformers then makes none of.
@@ -47,10 +47,7 @@ def check_given(
             "inputs_embeds use model.generate(inputs_embeds=..., past_key_values=cache)"
         )
     if options.get("adapter_names") is not None:
-        raise KvfoldError(
-            "adapter_names= gives rows adapters of their own, which a cache does not tell apart: "
-            "switch one on with set_adapter, and read its rows into a cache of their own"
-        )
+        raise KvfoldError(OF_A_FORWARD["adapter_names"])
     if input_ids is None:
         raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():

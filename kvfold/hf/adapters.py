@@ -12,12 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvfold.errors import UnsupportedModel
 from kvfold.hf.header import ADAPTERS
 from kvfold.hf.models import full_weight
 from kvfold.hf.quantized_weights import samplable
 
 # Names of the module that one of PEFT's layers wraps.
 WRAPPED = ("base_layer", "original_module")
+# Arguments that PEFT hands to its layers in one forward, and why a cache cannot follow them.
+OF_A_FORWARD = {
+    "adapter_names": "adapter_names= gives rows adapters of their own, which a cache does not tell "
+    "apart: switch one on with set_adapter, and read its rows into a cache of their own",
+    "alora_offsets": "an activated LoRA (aLoRA) begins at tokens that it looks for in each "
+    "forward, and not in those that a cache has read: use another kind of adapter",
+}
 COLUMNS = 1024  # numbers of 8 bytes in a row, where tensors are summed up
 
 
@@ -94,8 +102,13 @@ def active_adapters(model: nn.Module) -> tuple[str, ...]:
 def in_effect(layer: Any) -> tuple[str, ...]:
     """Names of the adapters that are in effect in one of PEFT's layers.
 
-    Merged ones are in effect whichever others are switched on.
+    Merged ones are in effect whichever others are switched on. Raises UnsupportedModel as
+    `OF_A_FORWARD`.
     """
+    for hook in layer._forward_pre_hooks.values():
+        for argument in getattr(hook, "keywords", ()):
+            if argument in OF_A_FORWARD:
+                raise UnsupportedModel(OF_A_FORWARD[argument])
     names: Any = getattr(layer, "merged_adapters", ()) or layer.active_adapters
     return () if layer.disable_adapters else tuple(names)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,13 +108,28 @@ def test_a_merged_adapter_is_in_effect_whichever_is_switched_on():
 
 
 def test_rows_with_adapters_of_their_own_are_refused():
-    wrapped = peft.get_peft_model(build("llama"), LORA, "law")
+    wrapped = peft.get_peft_model(build("llama"), LORA, "law").eval()
     ids, mask = prompts((64, 40))
     cache = CompressedCache(wrapped, SPEC, 20)
     options = {"attention_mask": mask, "adapter_names": ["law", "__base__"], **GREEDY}
     with pytest.raises(KvfoldError, match="adapter_names= gives rows adapters of their own"):
         kvfold.generate(wrapped, ids, cache=cache, **options)
+    with torch.no_grad(), pytest.raises(KvfoldError, match="adapter_names= gives rows"):
+        wrapped(input_ids=ids, past_key_values=cache, adapter_names=["law", "__base__"])
     assert cache.get_seq_length() == 0
+
+
+def test_adapters_that_begin_at_tokens_are_refused():
+    plain = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(build("llama"), plain).eval()
+    cache = CompressedCache(wrapped, SPEC, 20)
+    wrapped.add_adapter("late", replace(plain, alora_invocation_tokens=[7, 8]))
+    wrapped.set_adapter("late")
+    with pytest.raises(UnsupportedModel, match=r"aLoRA\) begins at tokens"):
+        kvfold.generate(wrapped, prompts((64,))[0], cache=cache, prefill_chunk=16, **GREEDY)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(UnsupportedModel, match=r"aLoRA\) begins at tokens"):
+        CompressedCache(peft.get_peft_model(build("llama"), wrapped.peft_config["late"]), SPEC, 20)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
