@@ -23,7 +23,7 @@ from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
-from kvfold.cache.history import check_mask, padding_rules
+from kvfold.cache.history import check_mask, check_prompt, padding_rules
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -179,6 +179,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         announce(padding_rules(self, query_length))
         return super().get_mask_sizes(query_length, layer_idx)
 
+    check_prompt = check_prompt
+
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and the binding's checks."""
@@ -200,8 +202,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
         """Closes the last forward, and notes its `ids [B, S]` and the `logits` that stages read.
 
-        Layers that waited for these evict. Raises UnsupportedModel as `OpenForward.check_stored`
-        and `Phase.note_read`.
+        Layers that waited for these evict. Raises as `OpenForward.check_stored`, `Phase.note_read`.
         """
         self._forward.check_stored(self.get_seq_length())
         if ids is not None and self._forward.begun is not None:
@@ -265,8 +266,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         before, self.phase.frozen = self.phase.frozen, True
         outer = self._before_freezing
         if outer is None:
-            saved = {i: copy.deepcopy(layer) for i, layer in self.other_layers().items()}
-            self._before_freezing = (self.get_seq_length(), saved)
+            self._before_freezing = (self.get_seq_length(), copy.deepcopy(self.other_layers()))
             self.phase.before_frozen = self.phase.surprise
         try:
             yield
@@ -279,8 +279,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def other_layers(self) -> dict[int, Any]:
         """The layers that stay transformers' own: sliding windows and recurrent states."""
-        layers = enumerate(self.layers)
-        return {i: layer for i, layer in layers if not isinstance(layer, CompressedLayer)}
+        return {i: x for i, x in enumerate(self.layers) if not isinstance(x, CompressedLayer)}
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding, which crops tokens; KvfoldError unless frozen."""
@@ -367,8 +366,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._take_rows(torch.arange(self.rows)[indices.cpu()] if self.rows else indices)
 
     def _take_rows(self, rows: Tensor) -> None:
-        saved = self._before_freezing[1].values() if self._before_freezing else ()
-        take_rows([*self.layers, *saved], rows)
+        take_rows([*self.layers, *(self._before_freezing or (0, {}))[1].values()], rows)
         self.phase.index(lambda x: x.index_select(0, rows.to(x.device)))
         share_pairs(state.store for state in self.states)
 

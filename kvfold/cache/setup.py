@@ -33,6 +33,7 @@ from kvfold.hf.decoder_layers import check_structure
 from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
+from kvfold.hf.prompts import check_prompts
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import has_recurrent, is_compressible, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
@@ -116,6 +117,7 @@ def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:
         known = is_enabled(model)
         enable(model)
         watch(model)
+        check_prompts(model)
         if not model_trial.untried(model):
             return
         try:

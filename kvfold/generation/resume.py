@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import History, columns_read
+from kvfold.cache.history import History, check_prompt, parting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import text_config
-from kvfold.hf.template_arguments import date_told
 
 # Use of a cache that has read another text: None refuses, "prefix" goes back to the shared prefix
 Reuse = Literal["prefix"]
@@ -52,33 +51,11 @@ def resumption(
     total, seen = input_ids.shape[1], cache.get_seq_length()
     if seen == 0:
         return Resumption(cache, 0, cache.runs_own_forwards)
-    cache.binding.check_answered()
-    rows = cache.rows
-    if rows != len(input_ids):
-        raise KvfoldError(
-            f"the cache holds {rows} rows and the prompt has {len(input_ids)}: use a new cache, or "
-            "cache.batch_select_indices for the rows that go on"
-        )
-    read = columns_read(cache)
-    assert read is not None
-    separator = cache.phase.history.parts_from(input_ids, mask, read)
     if reuse == "prefix":
+        separator = parting(cache, input_ids, mask)
         shared = min(seen, total - 1, seen if separator is None else separator.column)
         return _prefix(cache, shared)
-    if separator is not None and separator.masked:
-        raise KvfoldError(read.contradiction(separator.row, separator.column))
-    if separator is not None:
-        where = f"row {separator.row}, column {separator.column}" if rows > 1 else separator.column
-        raise KvfoldError(
-            f"the cache has read another text: it differs from the prompt at {where}. Use a new "
-            'cache, or reuse="prefix", which goes back to where they part if nothing was evicted'
-            f"{date_told(cache.binding.tokenizer)}"
-        )
-    if seen >= total:
-        raise KvfoldError(
-            f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
-            "conversation, with at least one new token"
-        )
+    check_prompt(cache, input_ids, mask, total)
     return Resumption(cache, seen, cache.runs_own_forwards)
 
 

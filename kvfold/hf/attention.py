@@ -20,6 +20,7 @@ from kvfold.errors import UnsupportedModel
 from kvfold.hf.adapters import learns_prompts, unwrapped
 from kvfold.hf.forward_hooks import preparing, unwatch
 from kvfold.hf.models import takes_cache, text_config
+from kvfold.hf.prompts import leave_prompts
 from kvfold.hf.versions import check_version
 from kvfold.kernels.logits import LogitOptions
 
@@ -155,6 +156,7 @@ def disable(model: PreTrainedModel) -> None:
             if text_config(model)._attn_implementation == name:
                 model.set_attn_implementation(_loaded.pop(model, kind))
         unwatch(model)
+        leave_prompts(model)
 
 
 def _stand_in(model: PreTrainedModel, loaded: str) -> str:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -34,12 +35,22 @@ class ToldOfForwards(ABC):
     def get_seq_length(self) -> int:
         """Columns read."""
 
+    def tokens_read(self) -> Tensor | None:
+        """Bool mask `[B, seen]` of the columns that are no padding; None: all."""
+        return None
+
     @abstractmethod
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Called before a forward of `new` tokens stores anything; an error here fails it.
 
         `ids [B, S]` are its inputs, None for embeddings; `mask [B, N]` or `[B, Hq or 1, S, N]` is
         the caller's, of layers with their whole past, None without one.
+        """
+
+    def check_prompt(self, ids: Tensor | None, mask: Tensor | None, total: int) -> None:  # noqa: B027
+        """Called before `generate` goes on with a prompt of `total` columns; an error fails it.
+
+        `ids [B, N]` are its tokens, None for embeddings, `mask [B, N]` is None for one of ones.
         """
 
     @abstractmethod
@@ -126,6 +137,8 @@ def _begins(
         mask = mask.get("full_attention")
     ids = _ids(args, kwargs)
     given = kwargs.get("inputs_embeds") if ids is None else ids
+    if not torch.compiler.is_compiling():
+        _check_positions(cache, kwargs, mask)
     cache.forward_begins(
         ids, mask if isinstance(mask, Tensor) else None, 0 if given is None else given.shape[1]
     )
@@ -133,6 +146,27 @@ def _begins(
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None
     return args, kwargs | {"logits_to_keep": 0}
+
+
+def _check_positions(cache: ToldOfForwards, given: dict[str, Any], mask: Any) -> None:
+    """Raises KvfoldError for new tokens at positions of those that were read, as if read again.
+
+    Not with a `mask`, with which positions are the caller's: drafts of a tree share some. A decode
+    step's are not compared, for which a GPU would have to be waited for.
+    """
+    places = given.get("position_ids")
+    if mask is not None or not isinstance(places, Tensor) or places.dim() != 2:
+        return
+    if places.shape[1] < 2 or cache.get_seq_length() == 0:
+        return
+    real = cache.tokens_read()
+    first, read = places[:, 0].cpu(), cache.get_seq_length() if real is None else real.sum(-1).cpu()
+    if bool((first < read).any()):
+        raise KvfoldError(
+            f"position_ids begin at {int(first.min())}, and the cache has read "
+            f"{int(torch.as_tensor(read).max())} tokens: give the new ones only, at the positions "
+            "behind these"
+        )
 
 
 def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
