@@ -28,7 +28,8 @@ class CUR(Method):
 
     An entry's leverage is its squared norm divided by the sum over `local` consecutive entries (0:
     all entries), for keys and for values. `leverage` combines both: their product, their mean, or
-    one of them. The first `sinks` tokens stay. Raises KvfoldError for negative numbers.
+    one of them. The first `sinks` tokens stay. Where one latent serves all heads (DeepSeek), its
+    score is the mean over the heads' own keys and values. Raises KvfoldError for negative numbers.
     Source: CurDKV, section 3; NVIDIA/kvpress `cur_press.py`.
     """
 

@@ -19,7 +19,9 @@ class KeyDiff(Method):
     """Keeps the keys that differ most from the average key of their head.
 
     Keys are compared by direction, after RoPE. It uses no queries, sinks or window. The paper
-    evicts block by block during the prefill: `prefill_chunk` with `compress="per_chunk"`.
+    evicts block by block during the prefill: `prefill_chunk` with `compress="per_chunk"`. Where one
+    latent serves all heads (DeepSeek), its score is the mean over the heads' own keys. A bias of
+    the keys' projection counts in their directions, as in kvpress.
     Source: Park et al., section 3; NVIDIA/kvpress `keydiff_press.py`.
     """
 

@@ -16,7 +16,9 @@ class KNorm(Method):
     """Keeps the keys of lowest L2 norm, as these receive high attention.
 
     `skip_layers=0/1` is the authors' setting: those layers stay whole, inside the same total. The
-    last `protect_recent` tokens stay. Raises KvfoldError if that is negative.
+    last `protect_recent` tokens stay. Where one latent serves all heads (DeepSeek), its score is
+    the mean over the heads' own keys. A bias of the keys' projection counts in their norms, as in
+    kvpress. Raises KvfoldError for a negative `protect_recent`.
     Source: Devoto et al., section 3; alessiodevoto/l2compress.
     """
 

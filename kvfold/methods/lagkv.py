@@ -36,7 +36,8 @@ class LagKV(Method):
     Fewer than two blocks are kept by recency. Different from the released code, whose options
     `lagkv_official` holds: it keeps int(ratio·lag) of each block, so more than a short prompt's
     budget. Channels that are constant in the next block are left out; in that code and in kvpress
-    they make scores NaN. Raises KvfoldError for values out of range.
+    they make scores NaN. Where one latent serves all heads (DeepSeek), its score is the mean over
+    the heads' own keys and values. Raises KvfoldError for values out of range.
     Source: Liang et al., section 3; AI-Lab-China-Merchants-Bank/LagKV `lag_kv.py`.
     """
 

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvfold import CompressedCache, KNorm, KvfoldError
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     SHAPES,
+    ByHand,
     Head,
     assert_prefill,
     best,
     per_head,
 )
-from tests.helpers.models import prompts
+from tests.helpers.models import build, prompts
 from tests.helpers.truth import Reader
 
 
@@ -25,6 +27,17 @@ def knorm(head: Head, budget: int) -> list[int]:
 @SHAPES
 def test_knorm_keeps_the_lowest_norms(heads, lengths):
     assert_prefill("knorm", SMALL, heads, lengths, per_head(lambda head: knorm(head, SMALL)))
+
+
+def test_latents_stay_by_the_mean_norm_of_the_keys_that_are_made_of_them():
+    model, other = (build("deepseek_v3", torch.float64, v_head_dim=16) for _ in range(2))
+    ids, _ = prompts((64,))
+    cache = CompressedCache(model, "knorm", SMALL)
+    Reader(model, cache)(ids)
+    for index, layer in enumerate(ByHand(other)(ids).layers):
+        norms = torch.stack([head.keys.norm(dim=-1) for head in layer.heads])
+        assert len(norms) == 8 and len(cache.positions(index)[0]) == 1
+        assert cache.positions(index)[0][0].tolist() == sorted(best(-norms.mean(0), SMALL))
 
 
 @pytest.mark.parametrize(("layers", "whole"), [("-1", [3]), ("0/-2", [0, 2]), ("3,-1", [3])])
