@@ -14,7 +14,7 @@ ROOT = Path(kvfold.__file__).parent
 
 # From the foundation up: a wing imports its own floor's modules and those of the floors below.
 FLOORS = (
-    ("errors", "budget", "terminal", "reading", "writing"),
+    ("errors", "budget", "interruption", "terminal", "reading", "writing"),
     ("kernels",),
     ("store",),
     ("methods",),

@@ -24,6 +24,7 @@ from kvfold.cache.sizes import open_rows, size_of, sized_together, without_room
 from kvfold.cache.state import LayerState, alive
 from kvfold.cache.waiting import EvictionDue
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.interruption import check_interrupted
 from kvfold.kernels.gather import pick
 from kvfold.methods.base import Across, Measured, Stages
 from kvfold.methods.observation import Observation
@@ -195,6 +196,7 @@ def _keep_chosen(due: EvictionDue[LayerState], chosen: Chosen, ragged: bool) -> 
 
 
 def _chosen(due: EvictionDue[LayerState], stages: Stages) -> Chosen:
+    check_interrupted()
     state, observation, counts, sizes, beside = due
     positions = state.positions()
     forced = positions < state.protected().view(-1, 1, 1)
@@ -248,6 +250,7 @@ def _keep_everything(
 
 def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bool) -> None:
     """Keeps the entries at `slots [B, H, K]`, merges the others into them, moves and encodes."""
+    check_interrupted()
     stages, store = state.plan.stages, state.stored()
     changed = moves = bias = None
     state.return_sinks()

@@ -30,6 +30,7 @@ from kvfold.hf.identity import check_identifiable
 from kvfold.hf.lookups import learned_positions
 from kvfold.hf.models import text_config, trained_length
 from kvfold.hf.user_text import Content
+from kvfold.interruption import interrupt_by
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
 from kvfold.serve.context_folder import ContextFolder
@@ -341,6 +342,7 @@ class Engine:
     def start_job(self, cancelled: Event) -> None:
         """Notes the cancel flag of this thread's job, and sets its token count to zero."""
         self._of_thread.cancelled, self._of_thread.tokens = cancelled, 0
+        interrupt_by(self.check_wanted)
         self.check_wanted()
 
     def _forward_begins(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -161,9 +161,9 @@ def head(path: str, *headers: str) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def send(connection: socket.socket, body: dict[str, Any]) -> None:
-    request = httpx.Request("POST", f"http://a{CHAT}", json=body)
-    connection.sendall(head(CHAT, f"Content-Length: {len(request.content)}") + request.content)
+def send(connection: socket.socket, body: dict[str, Any], path: str = CHAT) -> None:
+    request = httpx.Request("POST", f"http://a{path}", json=body)
+    connection.sendall(head(path, f"Content-Length: {len(request.content)}") + request.content)
 
 
 CONTEXTS = "/v1/contexts"

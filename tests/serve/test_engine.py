@@ -7,6 +7,7 @@ import datetime
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from transformers.utils import chat_template_utils
 
 import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.methods.stages.refit import least_squares, matching
 from kvfold.serve.context_pool import TEXT
 from tests.helpers.chats import chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, QUESTION
@@ -239,6 +241,33 @@ def test_the_grace_ends(model):
         server.server.stop()
         assert_clean(running_one.result(), 503, "stopping")
         assert brake.forwards < 2900
+
+
+@pytest.mark.parametrize("ended_by", ["grace", "hang-up"])
+def test_a_context_is_not_fitted_on_for_nobody(model, monkeypatch, ended_by):
+    """Layers and heads are fitted one after another, without a forward in between."""
+    begun, go, fits = Event(), Event(), []
+
+    def slow(*given: Any) -> Any:
+        fits.append(given)
+        begun.set()
+        go.wait(60)
+        return least_squares.ridge_towards(*given)
+
+    monkeypatch.setattr(matching, "ridge_towards", slow)
+    with running(model, word_tokenizer(), method="snapkv:window=8 + match", grace=0.1) as server:
+        workers = server.engine.workers
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            send(client, {"text": DOCUMENT}, "/v1/contexts")
+            assert begun.wait(60)
+            if ended_by == "grace":
+                server.server.stop()
+            else:
+                client.close()
+            until(lambda: all(each.is_set() for each in workers._cancels))
+            go.set()
+            until(lambda: workers.admitted == 0)
+    assert len(fits) == 1
 
 
 @pytest.mark.parametrize("codec", ["gzip", "kvtc:file=missing.safetensors"])

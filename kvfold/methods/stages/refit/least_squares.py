@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.interruption import check_interrupted
+
 TRIES = 3  # full exchanges without progress before single ones
 EXCHANGES = 10  # most exchanges, per unknown: a bound that is not reached
 STEPS = 8  # of power iteration, which positive matrices need few of
@@ -40,6 +42,7 @@ def nonnegative(normal: Tensor, toward: Tensor, real: Tensor) -> Tensor:
     slack = 1e-10 * toward.abs().amax(-1, keepdim=True) if count else 0.0
     index = torch.arange(count, device=normal.device)
     for _ in range(EXCHANGES * count):
+        check_interrupted()
         both = free[:, :, None] & free[:, None]
         factor = torch.linalg.cholesky(torch.where(both, normal, one))
         weights = torch.cholesky_solve((toward * free)[..., None], factor)[..., 0]

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.interruption import check_interrupted
 from kvfold.kernels.gather import pick, take
 from kvfold.kernels.partial_attention import (
     PartOutput,
@@ -109,6 +110,7 @@ class Matching:
             mine = (slots[row] >= 0) & given.block[row].gather(1, slots[row].clamp(min=0))
             sums = torch.zeros(3, dtype=torch.float64, device=slots.device)
             for heads, queries in self._batches(references, mine, given.block[row]):
+                check_interrupted()
                 fitted = self._of_heads(given, row, queries, heads, mine[heads])
                 found = fitted.values.clamp(-most, most).to(values.dtype)
                 for head, now, added in zip(heads, found, fitted.bias, strict=True):

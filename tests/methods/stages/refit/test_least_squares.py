@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from kvfold.interruption import interrupt_by
 from kvfold.methods.stages.refit.least_squares import (
     largest_eigenvalue,
     nonnegative,
@@ -86,3 +87,23 @@ def test_problems_of_different_sizes_are_solved_as_alone():
         few = start[number, :count]
         expected = ridge_towards(few, own, few, ridge[number].double())
         torch.testing.assert_close(together[number, :count], expected)
+
+
+def test_a_long_fit_can_be_ended_between_steps():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 60, 40, dtype=torch.float64, generator=generator)
+    normal, toward = rows.mT @ rows, torch.randn(1, 40, dtype=torch.float64, generator=generator)
+    real, asked = torch.ones(1, 40, dtype=torch.bool), []
+
+    def second() -> None:
+        asked.append(None)
+        if len(asked) == 2:
+            raise TimeoutError
+
+    interrupt_by(second)
+    try:
+        with pytest.raises(TimeoutError):
+            nonnegative(normal, toward, real)
+    finally:
+        interrupt_by(None)
+    assert torch.isfinite(nonnegative(normal, toward, real)).all()
