@@ -82,6 +82,29 @@ def test_padding_between_tokens_is_refused_where_layers_count_it(name):
     assert torch.isfinite(reader(later)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", ["h2o", "snapkv:window=4", "adakv:window=4"])
+@pytest.mark.parametrize("sizes", [(40,), (20, 20), (20, 1, 19)])
+def test_rows_that_see_no_entry_change_nothing(dtype, spec, sizes):
+    """The second row's first columns are padding: a mask adds to all of its logits."""
+    ids, mask = prompts((40, 9))[0], without(slice(0, 31))
+    ids = torch.where(mask > 0, ids, 7)
+    model = build("llama", dtype)
+    batch, row = (CompressedCache(model, spec, 6) for _ in range(2))
+    alone = Reader(model, row, torch.ones(1, 9, dtype=torch.long))(ids[1:, 31:])[0, -1]
+    reader, start = Reader(model, batch), 0
+    with batch.reading():
+        for size in sizes:
+            reader.mask, reader.started = mask[:, : start + size], False
+            logits = reader(ids[:, start : start + size])
+            assert torch.isfinite(logits).all()
+            start += size
+    assert worst(logits[1, -1], alone) <= {torch.float32: 1e-4}.get(dtype, 0.05)
+    for layer in range(len(batch.states)):
+        heads = zip(batch.positions(layer)[1], row.positions(layer)[0], strict=True)
+        assert all(torch.equal(many - 31, single) for many, single in heads)
+
+
 def test_a_turn_that_is_refused_for_its_padding_is_not_read_in_part():
     """The answer's last token, which padding follows, would be read first."""
     model = build("gemma2")
