@@ -70,6 +70,7 @@ def request_for(served: ServedContext | None, **changes: Any) -> Any:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no salt": ({"cache_salt": None}, "needs cache_salt 'kvfold:"),
+    "an empty salt": ({"cache_salt": ""}, "needs cache_salt 'kvfold:"),  # vLLM takes it for none
     "another's salt": ({"cache_salt": "kvfold:0"}, "needs cache_salt 'kvfold:"),
     "no context": ({"kv_transfer_params": None}, "kv_transfer_params name none"),
     "unknown context": ({"kv_transfer_params": {CONTEXT: "none"}}, "there is no context 'none'"),

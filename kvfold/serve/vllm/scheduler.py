@@ -70,6 +70,7 @@ class SchedulerSide:
         if served is None:
             return 0, False
         self._local[request.request_id] = served, local
+        # Not asynchronously: only for such loads does vLLM call `start_load_kv` before the forward.
         return max(served.kept - local, 0), False
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:

@@ -20,6 +20,17 @@ def test_a_request_gets_its_context_into_its_own_pages(scheduler_side, served_fo
     assert scheduler_side.take().loads == []
 
 
+@pytest.mark.parametrize("cached", [0, 16, 40, 42])
+def test_loads_are_done_before_the_forward_and_leave_it_a_token(
+    scheduler_side, served_folder, cached
+):
+    """vLLM starts other loads after it, and a prompt that is loaded whole ends the engine."""
+    request = request_for(served_folder.get("even"))
+    loaded, later = scheduler_side.matched(request, cached)
+    assert not later
+    assert cached + loaded < request.num_tokens
+
+
 def test_what_is_cached_is_not_loaded_again(scheduler_side, served_folder):
     request = request_for(served_folder.get("even"))
     assert scheduler_side.matched(request, 32) == (8, False)
