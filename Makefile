@@ -13,6 +13,8 @@ LMCACHE_NEEDS := aiofiles aiohttp blake3 cachetools cryptography fastapi httpx m
 	"opentelemetry-exporter-prometheus<=0.61b0" "prometheus_client<=0.24.1" psutil py-cpuinfo \
 	pyyaml pyzmq requests "setuptools<81" sortedcontainers uvicorn
 LITELLM ?= litellm==1.110.2
+# Versions that CI tests with, of all that .venv holds; ranges for users are in pyproject.toml.
+PINNED := -c constraints.txt
 TORCHAO ?= torchao==0.18.0
 # The ends of the range of transformers in kvfold/hf/versions.py, and the tests that both pass.
 ENDS := 5.15.0 5.24.0
@@ -34,7 +36,7 @@ override BOOK := $(call at_home,$(BOOK))
 export REAL BOOK
 
 .PHONY: demo real fits test quick test-ends test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
-	check docs models train clean
+	check docs models train constraints clean
 
 demo: .venv/ready $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model "$$REAL") $(if $(BOOK),--book "$$BOOK")
@@ -99,10 +101,10 @@ train: .venv/ready
 	$(BIN)/python -m training.evaluate
 
 # pip comes last in a venv: one without it was interrupted.
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet $(PINNED) --editable ".[dev]"
 	touch $@
 
 # What is uninstalled is built for GPUs, and would be loaded with any text model.
@@ -127,17 +129,26 @@ train: .venv/ready
 	$(BIN)/pip install --quiet --no-deps --target .torchao "$(TORCHAO)"
 	touch $@
 
-.venv-ends/%/ready: pyproject.toml
+# The end's transformers says which versions of its own needs it takes.
+.venv-ends/%/ready: pyproject.toml constraints.txt
 	test -x .venv-ends/$*/bin/pip || $(PYTHON) -m venv .venv-ends/$*
 	.venv-ends/$*/bin/python -c "import torch" 2>/dev/null || .venv-ends/$*/bin/pip install --quiet "$(TORCH)"
-	.venv-ends/$*/bin/pip install --quiet --editable ".[codec,serve]" "transformers==$*" \
-		pytest pytest-xdist hypothesis peft httpx openai
+	sed -E '/^(transformers|tokenizers|huggingface_hub|peft)==/d' constraints.txt > .venv-ends/$*/constraints.txt
+	.venv-ends/$*/bin/pip install --quiet -c .venv-ends/$*/constraints.txt --editable ".[codec,serve]" \
+		"transformers==$*" pytest pytest-xdist hypothesis peft httpx openai
 	touch $@
 
 # LiteLLM pins an older huggingface_hub than transformers needs; a test of it is skipped without.
 .venv-litellm/ready:
 	test -x .venv-litellm/bin/pip || $(PYTHON) -m venv .venv-litellm
 	.venv-litellm/bin/pip install --quiet $(LITELLM) && touch $@ || echo "without LiteLLM"
+
+# The newest versions within the ranges, for CI. `make test` with them before they are committed.
+constraints:
+	rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet "$(TORCH)" && .venv-newest/bin/pip install --quiet --editable ".[dev]"
+	.venv-newest/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+	rm -rf .venv-newest
 
 clean:
 	rm -rf .venv .venv-vllm .venv-lmcache .venv-litellm .venv-ends .torchao site

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import kvfold
 
@@ -34,7 +38,8 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 def folder(tmp_path: Path) -> Path:
     """A folder with the Makefile, and a tool that tells what it was asked."""
     shutil.copy(MAKEFILE, tmp_path)
-    (tmp_path / "pyproject.toml").touch()
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
     _script(tmp_path / "tool", TELLS)
     return tmp_path
 
@@ -88,3 +93,20 @@ def test_a_venv_that_was_interrupted_is_made_anew(folder: Path, venv: str) -> No
 def test_another_model_is_not_fitted_in_place_of_the_one_made(folder: Path) -> None:
     assert made(folder, "--dry-run", "fits") == 0
     assert made(folder, "--dry-run", "fits", "REAL=other") != 0
+
+
+def test_ci_s_versions_are_within_the_ranges_for_users() -> None:
+    """Every requirement of the environments has one version, without a build's suffix."""
+    pinned = {}
+    for line in (MAKEFILE.parent / "constraints.txt").read_text("utf-8").splitlines():
+        made = Requirement(line)
+        (version,) = (each.version for each in made.specifier if each.operator == "==")
+        assert Version(version).local is None
+        pinned[canonicalize_name(made.name)] = version
+    project = tomllib.loads((MAKEFILE.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = {Requirement(line) for line in project["dependencies"] + extras["dev"]}
+    for asked in [each for each in wanted if each.name == "kvfold"]:
+        wanted |= {Requirement(line) for extra in asked.extras for line in extras[extra]}
+    for asked in (each for each in wanted if each.name != "kvfold"):
+        assert asked.specifier.contains(pinned[canonicalize_name(asked.name)]), asked
