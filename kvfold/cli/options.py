@@ -7,6 +7,7 @@ import codecs
 import functools
 import inspect
 import json
+import stat
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -292,6 +293,7 @@ def read_text(path: Path, encoding: str | None = None) -> str:
         if str(path) == "-":
             text = TextIOWrapper(typer.get_binary_stream("stdin"), _unmarked(encoding)).read()
         else:
+            _check_document(path)
             text = path.read_text(_unmarked(encoding))
     except FileNotFoundError as problem:
         raise KvfoldError(f"cannot read {name}: there is no such file") from problem
@@ -308,6 +310,15 @@ def read_text(path: Path, encoding: str | None = None) -> str:
     if not text.strip():
         raise KvfoldError(f"{name} is empty")
     return text
+
+
+def _check_document(path: Path) -> None:
+    """Raises OSError for a device other than a terminal; a pipe is read until its writer ends."""
+    mode = path.stat().st_mode
+    if stat.S_ISBLK(mode) or stat.S_ISCHR(mode):
+        with path.open("rb", buffering=0) as file:
+            if not file.isatty():
+                raise OSError("it is a device")
 
 
 def _unmarked(encoding: str) -> str:

@@ -49,6 +49,11 @@ class Basis(Fitted):
     value_directions: Tensor
     value_head_directions: Tensor
 
+    @property
+    def width(self) -> int:
+        """Numbers of an entry: channels of its key and of its value."""
+        return self.key_means.shape[-1] + self.value_means.shape[-1]
+
     @cached_property
     def keys(self) -> Transform:
         """The transform of keys."""

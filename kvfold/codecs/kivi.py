@@ -55,11 +55,15 @@ def decode(parts: Mapping[str, Tensor], counts: Sequence[int], by_channel: bool)
     words, scale, minimum, whole = (parts[name] for name in PARTS)
     grouped = [_grouped(count) for count in counts]
     rest = [count - old for count, old in zip(counts, grouped, strict=True)]
-    if len(words) != sum(grouped) or len(whole) != sum(rest):
+    # Scales of another shape would be spread over all codes.
+    old, size = sum(grouped), whole.shape[-1]
+    of_group = (old // GROUP, 1, size) if by_channel else (old, size // _channels(size), 1)
+    fits = words.shape == (old, size // PER_WORD) and scale.shape == minimum.shape == of_group
+    if not fits or whole.shape != (sum(rest), size):
         raise ContextFileError("the codes of the codec do not fit the context's entries")
     codes = _groups(unpack(words, BITS, 1), by_channel)
-    old = dequantize(codes, scale, minimum).view(sum(grouped), whole.shape[-1])
-    pairs = zip(old.split(grouped), whole.split(rest), strict=True)
+    numbers = dequantize(codes, scale, minimum).view(old, size)
+    pairs = zip(numbers.split(grouped), whole.split(rest), strict=True)
     return [torch.cat(pair) for pair in pairs]
 
 

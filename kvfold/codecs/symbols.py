@@ -21,6 +21,7 @@ from kvfold.errors import ContextFileError
 PEAK, BASE = 127, 255  # the largest magnitude in a table, and the numbers of such a table
 MOST = PEAK * BASE + PEAK  # the largest magnitude of a symbol
 FINENESS = 3  # tables for each doubling of the mean magnitude
+MOST_TABLES = 255  # whose numbers fit into bytes
 FEW = 2**18  # symbols that do not outweigh so many tables: there is one for each doubling
 
 
@@ -112,7 +113,8 @@ def decode(coded: CodedStreams, counts: Sequence[int]) -> Iterator[tuple[int, Te
     if any(part.dim() != 1 or part.dtype != DTYPES[name] for name, part in vars(coded).items()):
         raise ContextFileError("the streams of the codec are damaged: they have another shape")
     wide, of_stream = coded.wide.tolist(), coded.tables.numpy()
-    if len(of_stream) != len(counts) + len(wide) or not set(wide) <= set(range(len(counts))):
+    once = len(set(wide)) == len(wide) and set(wide) <= set(range(len(counts)))
+    if len(of_stream) != len(counts) + len(wide) or not once:
         raise ContextFileError("the streams of the codec do not fit the context's entries")
     lengths = [*counts, *(counts[i] for i in wide)]
     tables = list(_tables(coded))
@@ -134,8 +136,10 @@ def decode(coded: CodedStreams, counts: Sequence[int]) -> Iterator[tuple[int, Te
 def _tables(coded: CodedStreams) -> Iterator[Numbers]:
     """The frequencies of each table; raises ContextFileError for others than `encode` writes."""
     sizes = [2 * peak + 1 for peak in coded.peaks.tolist()]
-    if len(coded.frequencies) != sum(sizes) or int(coded.tables.numpy().max(initial=0)) > len(
-        sizes
+    if (
+        len(sizes) > MOST_TABLES
+        or len(coded.frequencies) != sum(sizes)
+        or int(coded.tables.numpy().max(initial=0)) > len(sizes)
     ):
         raise ContextFileError("the tables of a coded stream are damaged")
     for table in coded.frequencies.split(sizes):

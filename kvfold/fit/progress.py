@@ -17,6 +17,7 @@ from kvfold.errors import KvfoldError
 from kvfold.fit.sums import RidgeSums
 from kvfold.hf.header import digest
 from kvfold.hf.identity import model_header
+from kvfold.reading import stable_path
 from kvfold.writing import check_kind, replacing
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Progress:
         from kvfold.fit.fit import Features
 
         try:
-            with safe_open(self.path, framework="pt") as file:
+            with stable_path(self.path) as place, safe_open(place, framework="pt") as file:
                 about = file.metadata() or {}
                 names = ("scales", "projections", "gram", "cross")
                 scales, projections, gram, cross = (file.get_tensor(name) for name in names)

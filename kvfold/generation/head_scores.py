@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
+from kvfold.reading import stable_path
 
 # Errors of safetensors and torch for files that they cannot read, or with other contents
 UNREADABLE = (
@@ -47,10 +48,11 @@ def give_head_scores(cache: CompressedCache, file: str) -> None:
 def read_head_scores(file: str) -> Tensor:
     """Scores `[L, H]` float32 of the one tensor, `[L, H]` or `[L, 1, H]`, in a file."""
     try:
-        if file.endswith(".safetensors"):
-            (found,) = load_file(file).values()
-        else:
-            found = torch.load(file, weights_only=True, map_location="cpu")
+        with stable_path(file) as place:
+            if file.endswith(".safetensors"):
+                (found,) = load_file(place).values()
+            else:
+                found = torch.load(place, weights_only=True, map_location="cpu")
         scores = found.float()
         scores = scores.squeeze(1) if scores.dim() == 3 else scores
     except UNREADABLE as problem:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from kvfold.hf.decoder_layers import DecoderLayers
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import Content
 from kvfold.methods.observation import ContextReconstruction
+from kvfold.reading import read_text
 
 
 def reconstruct(
@@ -133,8 +133,8 @@ def _questions(
 ) -> list[_Forward]:
     """Each question of a file, as a user would ask it about the texts."""
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(file).splitlines()
+    except (OSError, UnicodeError) as error:
         raise KvfoldError(f"cannot read {file} as questions: {error}") from None
     asked = [
         token_ids(tokenizer, frame.separator, Content(line.strip()), frame.after)[0]

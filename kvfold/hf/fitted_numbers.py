@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ from torch import Tensor
 from kvfold.errors import ScorerFileError
 from kvfold.hf.header import HeaderPart, ModelHeader, RopeHeader, digest, digest_of
 from kvfold.methods.fitted import Fitted
+from kvfold.reading import read_text, stable_path
 
 VERSION = "1"  # incremented when a file of one version would be misread by the other
 FORMAT, HEADER, CHECKSUM = "kvfold_scorer", "header", "checksum"
@@ -53,7 +56,7 @@ def read_table(path: str | Path) -> Tensor:
     `full_attention_heads.tsv`.
     """
     try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
         table = torch.tensor([[float(word) for word in line.split()] for line in lines if line])
     except (OSError, ValueError) as problem:
         raise ScorerFileError(
@@ -90,16 +93,22 @@ def how_to_fit(kind: type[Fitted]) -> str:
 
 
 def digest_of_file(path: str | Path) -> str:
-    """Digest of the tensors of a file of `kvfold fit`."""
-    header, _ = read_scorer_file(path)
-    return digest(json.dumps(header.checksums, sort_keys=True))
+    """Digest of the tensors of a file of `kvfold fit`, by its header; raises ScorerFileError."""
+    with _told(path), _opened(str(path)) as (header, _):
+        return digest(json.dumps(header.checksums, sort_keys=True))
 
 
 def read_scorer_file(path: str | Path) -> tuple[ScorerHeader, dict[str, Tensor]]:
     """Header and tensors of a file of `kvfold fit`; raises ScorerFileError if it is damaged."""
-    try:
+    with _told(path):
         state = Path(path).stat()
         return _read(str(path), state.st_mtime_ns, state.st_size)
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as problem:
         raise ScorerFileError(
             f"cannot read {path} as a fitted scorer ({problem}): `kvfold fit` writes such files"
@@ -108,9 +117,24 @@ def read_scorer_file(path: str | Path) -> tuple[ScorerHeader, dict[str, Tensor]]
 
 @lru_cache(maxsize=8)
 def _read(path: str, modified: int, size: int) -> tuple[ScorerHeader, dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    with _opened(path) as (header, file):
+        tensors = {name: file.get_tensor(name) for name in header.checksums}
+    if header.checksums != {name: digest_of(tensor) for name, tensor in tensors.items()}:
+        raise _damaged(path, "its tensors were altered")
+    return header, tensors
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[ScorerHeader, Any]]:
+    """The header of a file, and the file: no tensor of another kind of file is read."""
+    with stable_path(path) as place, safe_open(place, framework="pt") as file:
+        header = _checked_header(path, file.metadata() or {})
+        if header.checksums.keys() != set(file.keys()):
+            raise _damaged(path, "its tensors were altered")
+        yield header, file
+
+
+def _checked_header(path: str, metadata: dict[str, str]) -> ScorerHeader:
     if FORMAT not in metadata:
         raise ScorerFileError(f"{path} is a safetensors file, but no fitted scorer of kvfold")
     if metadata[FORMAT] != VERSION:
@@ -122,12 +146,9 @@ def _read(path: str, modified: int, size: int) -> tuple[ScorerHeader, dict[str, 
     if digest(VERSION + text) != metadata.get(CHECKSUM):
         raise _damaged(path, "its header was altered")
     try:
-        header = ScorerHeader.model_validate(json.loads(text))
+        return ScorerHeader.model_validate(json.loads(text))
     except (ValidationError, ValueError, RecursionError) as problem:
         raise _damaged(path, "its header does not have this version's fields") from problem
-    if header.checksums != {name: digest_of(tensor) for name, tensor in tensors.items()}:
-        raise _damaged(path, "its tensors were altered")
-    return header, tensors
 
 
 def _damaged(path: str, how: str) -> ScorerFileError:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvfold.errors import KvfoldError
+from kvfold.reading import opened_regular
 
 if TYPE_CHECKING:
     from kvfold.methods.base import Method
@@ -268,6 +269,8 @@ def _from_file(path: Path) -> ModuleType:
         if Path(getattr(known, "__file__", None) or "") == path.resolve():
             return known
         raise KvfoldError(f"cannot import {path}: a module {path.stem} exists, rename the file")
+    with opened_regular(path):  # a pipe would be waited for
+        pass
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -12,6 +12,7 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.run_folder import RECORDS
+from kvfold.reading import read_bytes
 
 
 def load_results(paths: Iterable[Path]) -> list[CellResult]:
@@ -41,7 +42,7 @@ def _files(given: Path) -> list[Path]:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().split(b"\n")
+        return read_bytes(path).split(b"\n")
     except OSError as problem:
         raise KvfoldError(f"cannot read {path}: {problem.strerror or problem}") from problem
 

@@ -22,6 +22,7 @@ from kvfold.codecs.basis import Basis, Scope
 from kvfold.codecs.codec import Kvtc, Plain, codec_of, spelled
 from kvfold.codecs.compression import Compressor, compressed_tensor, compressor
 from kvfold.codecs.symbols import CodedStreams
+from kvfold.contexts.files.bounds import TIMES, decoding_bytes, unpacked_bytes
 from kvfold.contexts.files.format import (
     CodecHeader,
     ContextFile,
@@ -39,6 +40,16 @@ from kvfold.store.dense import DenseStore
 
 SIDES = ("keys", "values")
 PARTS = tuple(field.name for field in dataclasses.fields(CodedStreams))
+
+
+class NamedHead(NamedTuple):
+    """A KV head of `layer`: `names` of keys and values, and of the tensors that it may have."""
+
+    layer: LayerHeader
+    names: tuple[str, str]
+    listed: str | None  # columns of its entries, or none while all are there
+    tail: str | None  # raw keys of a ragged store
+    moves: str | None
 
 
 class CodedHead(NamedTuple):
@@ -97,6 +108,11 @@ class Coding:
             for name, tensor in kept.items()
         }
         made |= {name: compressed_tensor(each, self.compressor) for name, each in kept.items()}
+        # The tokens bound what a file becomes, and what shrinks to nothing is no file's burden.
+        for name, each in kept.items():
+            if name == "ids" or each.nbytes > TIMES * made[name].nbytes:
+                made[name] = each
+                del streams[name]
         header = CodecHeader(
             codec=spelled(self.codec), compressor=self.compressor, streams=streams, entries=entries
         )
@@ -144,7 +160,8 @@ class Coding:
         whole = _whole(heads, chosen.sinks, seen - chosen.window)
         made, steps = dict[str, Tensor](), []
         shares = (kvtc.KEYS_SHARE, 1 - kvtc.KEYS_SHARE)
-        numbers = sum(int((~each).sum()) for each in whole) * 2 * self.basis.key_means.shape[-1]
+        entries = sum(int((~each).sum()) for each in whole)
+        numbers = entries * 2 * self.basis.key_means.shape[-1]
         for side, (name, share) in enumerate(zip(SIDES, shares, strict=True)):
             given = [tensor(head.names[side]) for head in heads]
             rest = [each[~kept] for each, kept in zip(given, whole, strict=True)]
@@ -159,6 +176,9 @@ class Coding:
             edges = [each[kept] for each, kept in zip(given, whole, strict=True)]
             made[f"codec.{name}.whole"] = torch.cat(edges)
             steps.append(coded.step)
+        packed = sum(each.nbytes for each in made.values())
+        if decoding_bytes(entries, self.basis.width) > TIMES * packed:
+            return None  # loading would refuse it
         header = EntriesHeader(basis=self.digest, scope=scope, steps=(steps[0], steps[1]))
         return header, made
 
@@ -190,16 +210,16 @@ def decoded(file: ContextFile, rotations: Mapping[int, Rotation]) -> dict[str, T
         return _decoded(file, rotations, codec, codec.entries, basis)
     except torch.OutOfMemoryError:
         raise
-    except (LookupError, RuntimeError, TypeError, ValueError) as problem:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise file.damaged(f"its codec does not fit its entries ({problem})") from problem
 
 
 def _unpacked(file: ContextFile) -> dict[str, Tensor]:
     """Keys and values that `codecs/kivi.py` has quantized."""
-    heads, found = list(_heads(file.header.layers, file.tensor)), dict[str, Tensor]()
+    heads, found = list(_named_heads(file.header.layers)), dict[str, Tensor]()
+    counts = [_count(file, head) for head in heads]
     for side, name in enumerate(SIDES):
         parts = {part: file.tensor(f"codec.{name}.{part}") for part in kivi.PARTS}
-        counts = [len(head.columns) for head in heads]
         made = kivi.decode(parts, counts, by_channel=name == "keys")
         found |= {head.names[side]: each for head, each in zip(heads, made, strict=True)}
     return found
@@ -213,6 +233,9 @@ def _decoded(
     basis: Basis,
 ) -> dict[str, Tensor]:
     chosen = _kvtc(file, codec)
+    count = sum(_count(file, head) for head in _named_heads(file.header.layers))
+    if (size := decoding_bytes(count, basis.width)) > unpacked_bytes(file.size):
+        raise file.damaged(f"its {file.size:,} bytes would become {size:,}")
     heads = list(_heads(file.header.layers, file.tensor))
     whole = _whole(heads, chosen.sinks, file.header.seen - chosen.window)
     dtype, found = getattr(torch, file.header.dtype), dict[str, Tensor]()
@@ -241,25 +264,46 @@ def _merged(rest: Tensor, edge: Tensor, whole: Tensor, dtype: torch.dtype) -> Te
     return made
 
 
-def _heads(layers: Sequence[LayerHeader], tensor: Callable[[str], Tensor]) -> Iterator[CodedHead]:
-    """KV heads of all layers, with columns as `format.py` says, without ragged stores' tails."""
+def _named_heads(layers: Sequence[LayerHeader]) -> Iterator[NamedHead]:
+    """KV heads of all layers, with the names of their tensors."""
     for layer in layers:
         prefix, dense = f"layers.{layer.index}.", layer.store == DenseStore.kind
         part, listed = ("", "positions") if dense else (".rows", "columns")
         for head in range(len(layer.kept)):
-            names = (f"{prefix}keys{part}.{head}", f"{prefix}values{part}.{head}")
+            yield NamedHead(
+                layer,
+                (f"{prefix}keys{part}.{head}", f"{prefix}values{part}.{head}"),
+                f"{prefix}{listed}.{head}" if listed in layer.by_head else None,
+                None if dense else f"{prefix}keys.tail.{head}",
+                f"{prefix}moves.{head}" if "moves" in layer.by_head else None,
+            )
+
+
+def _count(file: ContextFile, head: NamedHead) -> int:
+    """Entries of a head that are coded, by the shapes of its tensors."""
+    count = head.layer.seen
+    if head.listed is not None:
+        count = file.length(head.listed) + (0 if head.tail is None else head.layer.new)
+    return count - (0 if head.tail is None else file.length(head.tail))
+
+
+def _heads(layers: Sequence[LayerHeader], tensor: Callable[[str], Tensor]) -> Iterator[CodedHead]:
+    """KV heads of all layers, with columns as `format.py` says, without ragged stores' tails."""
+    for head in _named_heads(layers):
+        layer, dense = head.layer, head.tail is None
+        if head.listed is None:
             columns = torch.arange(layer.seen)
-            if listed in layer.by_head:
-                newest = columns[layer.first_new : layer.first_new + layer.new]
-                columns = tensor(f"{prefix}{listed}.{head}").long()
-                columns = columns if dense else torch.cat([columns, newest])
-            raw = 0 if dense else len(tensor(f"{prefix}keys.tail.{head}"))
-            columns = columns[: len(columns) - raw]
-            positions = columns.clamp(min=0)
-            if "moves" in layer.by_head:
-                moves = tensor(f"{prefix}moves.{head}").long()[: len(positions)]
-                positions[: len(moves)] += moves
-            yield CodedHead(layer.index, names, columns, positions)
+        else:
+            columns = tensor(head.listed).long()
+            newest = torch.arange(layer.first_new, layer.first_new + layer.new)
+            columns = columns if dense else torch.cat([columns, newest])
+        raw = 0 if head.tail is None else len(tensor(head.tail))
+        columns = columns[: len(columns) - raw]
+        positions = columns.clamp(min=0)
+        if head.moves is not None:
+            moves = tensor(head.moves).long()[: len(positions)]
+            positions[: len(moves)] += moves
+        yield CodedHead(layer.index, head.names, columns, positions)
 
 
 def _check(layers: Sequence[LayerHeader], model: PreTrainedModel) -> None:

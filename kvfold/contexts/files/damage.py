@@ -11,6 +11,17 @@ import torch
 from kvfold.contexts.files.format import ContextFile
 from kvfold.errors import KvfoldError
 
+UNFIT = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+
 
 @contextmanager
 def told_as_damage(file: ContextFile) -> Iterator[None]:
@@ -19,5 +30,5 @@ def told_as_damage(file: ContextFile) -> Iterator[None]:
         yield
     except (KvfoldError, torch.OutOfMemoryError):
         raise
-    except (AssertionError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as bad:
+    except UNFIT as bad:
         raise file.damaged(f"its layers do not fit its header ({bad})") from bad

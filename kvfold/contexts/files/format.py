@@ -19,19 +19,18 @@ the layer has no such tensor, as nothing was evicted.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvfold.codecs.basis import Scope
 from kvfold.codecs.compression import Compressor, decompressed_tensor
+from kvfold.contexts.files.bounds import contradiction, excess
 from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
@@ -43,6 +42,7 @@ from kvfold.hf.header import (
     digest_of,
 )
 from kvfold.methods.stages.select.one_set import Rule
+from kvfold.reading import stable_path
 from kvfold.writing import check_kind
 
 # Incremented when a file of one version would be misread by the other. Files with means of keys
@@ -55,6 +55,11 @@ LATER = ("turn_end", "next_round", "settled")
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
 
+MOST = 2**40  # of a number that counts something
+Whole = Annotated[int, Field(ge=-MOST, le=MOST, strict=True)]
+Count = Annotated[int, Field(ge=0, le=MOST, strict=True)]
+
+
 class LayerHeader(HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
@@ -63,28 +68,28 @@ class LayerHeader(HeaderPart):
     `settled` are the tokens seen when it was last brought to its budget, None: all.
     """
 
-    index: int
+    index: Count
     store: Literal["dense", "segments"]
-    kept: list[NonNegativeInt]
-    dead: NonNegativeInt
-    new: NonNegativeInt
-    first_new: NonNegativeInt
-    seen: NonNegativeInt
-    turns: NonNegativeInt
-    evicted_at: NonNegativeInt
-    surplus: int | None
+    kept: list[Count]
+    dead: Count
+    new: Count
+    first_new: Count
+    seen: Count
+    turns: Count
+    evicted_at: Count
+    surplus: Whole | None
     over_budget: bool
     by_head: list[str]
     whole: list[str]
-    turn_end: int | None = None
-    next_round: int | None = None
-    settled: int | None = None
+    turn_end: Whole | None = None
+    next_round: Whole | None = None
+    settled: Count | None = None
 
 
 class StockLayerHeader(HeaderPart):
     """A layer of transformers' own: class `kind`, numbers, and names of its tensors."""
 
-    index: int
+    index: Count
     kind: str
     numbers: dict[str, Any]
     by_head: list[str]
@@ -107,15 +112,15 @@ class LevelHeader(HeaderPart):
 
     rule: Rule
     own: float
-    tokens: int
+    tokens: Count
     kl: float
-    measured: int
+    measured: Count
 
 
 class TextHeader(HeaderPart):
     """The prefix key of a text in a server: its bytes, and their BLAKE2b digest, hexadecimal."""
 
-    length: NonNegativeInt
+    length: Count
     digest: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
 
 
@@ -138,7 +143,7 @@ class StreamHeader(HeaderPart):
         "uint8",
         "bool",
     ]
-    shape: list[NonNegativeInt]
+    shape: Annotated[list[Count], Field(max_length=8)]
 
 
 class EntriesHeader(HeaderPart):
@@ -186,12 +191,12 @@ class Header(HeaderPart):
     written_by: str
     method: str
     budget: BudgetHeader | None
-    protect: list[tuple[int, int]]
-    seed: int
-    per_chunk: int | None
-    seen: int
+    protect: list[tuple[Whole, Whole]]
+    seed: Annotated[int, Field(strict=True)]
+    per_chunk: Count | None
+    seen: Count
     dtype: str
-    bits: tuple[int, int] | None
+    bits: tuple[Count, Count] | None
     before: str
     after: str
     between: str | None
@@ -280,11 +285,24 @@ class ContextFile:
     Raises ContextFileError for another format version and a damaged header.
     """
 
-    def __init__(self, path: Path, file: Any) -> None:
-        self.path, self._file = path, file
+    def __init__(self, path: Path, file: Any, size: int) -> None:
+        self.path, self._file, self.size = path, file, size
         self.header = self._checked_header(file.metadata() or {})
-        if set(file.keys()) != set(self.header.checksums):
+        self._shapes = {name: file.get_slice(name).get_shape() for name in list(file.keys())}
+        if self._shapes.keys() != self.header.checksums.keys():
             raise self.damaged("its tensors differ from those in its header")
+        wrong = contradiction(self.header) or excess(self.header, self._shapes, size)
+        if wrong is not None:
+            raise self.damaged(wrong)
+
+    def length(self, name: str) -> int:
+        """Entries of a tensor along its first axis, which is not read; 0 for one without axes."""
+        name = self.header.same_as.get(name, name)
+        if name not in self._shapes:
+            raise self.damaged(f"the tensor {name} is missing")
+        codec = self.header.codec
+        stream = None if codec is None else codec.streams.get(name)
+        return next(iter(self._shapes[name] if stream is None else stream.shape), 0)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor on the CPU; raises ContextFileError if it is missing or its checksum differs."""
@@ -324,13 +342,9 @@ class ContextFile:
         if digest(version + text) != found.get(CHECKSUM):
             raise self.damaged("its header was altered")
         try:
-            header = Header.model_validate(json.loads(text))
+            return Header.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError) as problem:
             raise self.damaged("its header does not have this version's fields") from problem
-        wrong = None if header.session is None else header.session.contradiction(header.seen)
-        if wrong is not None:
-            raise self.damaged(wrong)
-        return header
 
 
 @contextmanager
@@ -341,29 +355,12 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
     """
     path = Path(path)
     try:
-        with _stable_path(path) as place, safe_open(place, framework="pt") as file:
-            yield ContextFile(path, file)
+        with stable_path(path) as place, safe_open(place, framework="pt") as file:
+            yield ContextFile(path, file, place.stat().st_size)
     except (OSError, SafetensorError) as problem:
         raise ContextFileError(
             f"cannot read {path}: {_reason_unreadable(path, problem)}"
         ) from problem
-
-
-@contextmanager
-def _stable_path(path: Path) -> Iterator[Path]:
-    """A path that refers to the file now at `path`, even if that is replaced meanwhile.
-
-    safetensors opens a path twice: it could read the header of one file and tensors of another.
-    Raises OSError for anything but a regular file; opening a pipe would block.
-    """
-    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise OSError("it is no file")
-        held = Path(f"/dev/fd/{opened}")
-        yield held if held.exists() else path
-    finally:
-        os.close(opened)
 
 
 def _reason_unreadable(path: Path, problem: Exception) -> str:

@@ -86,12 +86,20 @@ def read(
     with told_as_damage(file):
         _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
-        cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
+        cache.phase.prefix = _prefix(file).to(model.device, copy=True)
     cache.per_chunk = header.per_chunk
     ids = file.tensor("ids").long()[None].to(model.device)
     cache.phase.history = History(ids).compact()
     cache.binding.frame = header.frame
     return Context(model, tokenizer, cache, header.frame, ids, header.level)
+
+
+def _prefix(file: ContextFile) -> Tensor:
+    """The number of leading tokens `[1]`; raises ContextFileError for more than there are."""
+    prefix = file.tensor("prefix")
+    if prefix.shape != (1,) or not 0 <= float(prefix) <= file.header.seen:
+        raise file.damaged("it has more leading tokens than tokens")
+    return prefix
 
 
 def keeps_scores(header: Header, method: Method) -> bool:
@@ -207,7 +215,7 @@ def _fill(
         elif isinstance(saved, StockLayerHeader) and saved.kind == kind:
             chosen = _of_other(file, saved, heads)
             by_head, whole = _tensors(file, f"others.{index}.", saved, chosen, device)
-            others.restore(layer, saved, by_head, whole, device)
+            others.restore(layer, saved, by_head, whole, device, header.seen)
         else:
             raise ContextFileError(f"{file.path} holds no {kind} at layer {index}")
     share_pairs(state.store for state in cache.states)

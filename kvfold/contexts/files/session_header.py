@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import Field
 
 from kvfold.hf.header import HeaderPart
+
+Place = Annotated[int, Field(strict=True)]
+Counted = Annotated[int, Field(ge=0, le=2**40, strict=True)]
 
 
 class SessionItem(HeaderPart):
@@ -15,8 +18,8 @@ class SessionItem(HeaderPart):
 
     id: str
     role: Literal["user", "tool", "assistant"]
-    start: int
-    stop: int
+    start: Place
+    stop: Place
 
 
 class SessionHeader(HeaderPart):
@@ -24,9 +27,9 @@ class SessionHeader(HeaderPart):
 
     items: list[SessionItem]
     queued: tuple[str, ...]
-    numbered: NonNegativeInt
-    turns: NonNegativeInt
-    compactions: NonNegativeInt
+    numbered: Counted
+    turns: Counted
+    compactions: Counted
 
     def contradiction(self, seen: int) -> str | None:
         """The first thing that no session of `seen` tokens has; None if there is none."""

@@ -18,6 +18,7 @@ from kvfold.kernels.views import Named
 
 # Attributes of shape [B, H, T, D], saved per KV head.
 BY_HEAD = ("keys", "values")
+MOST_SETTING = 2**16  # of a number that a fresh layer does not have yet, as a kernel's size
 DTYPE, DEVICE = "dtype ", "device"
 
 
@@ -60,11 +61,13 @@ def restore(
     by_head: Named,
     whole: dict[str, Tensor],
     device: torch.device,
+    seen: int,
 ) -> None:
-    """Sets a fresh layer to a saved state; tensors are copied.
+    """Sets a fresh layer to a saved state of `seen` tokens; tensors are copied.
 
-    Raises ContextFileError for an attribute or dtype that the layer cannot have.
+    Raises ContextFileError for an attribute, number or dtype that the layer cannot have.
     """
+    fresh = _flat(vars(layer))
     state: dict[str, Any] = {name: torch.stack(heads)[None] for name, heads in by_head.items()}
     state |= {name: tensor.clone() for name, tensor in whole.items()}
     for name, value in header.numbers.items():
@@ -74,6 +77,8 @@ def restore(
             value = getattr(torch, value.removeprefix(DTYPE), None)
             if not isinstance(value, torch.dtype):
                 raise ContextFileError(f"layer {header.index} has an unknown dtype in {name!r}")
+        elif not _fits(value, fresh.get(name), max(seen, MOST_SETTING)):
+            raise ContextFileError(f"layer {header.index} cannot have {value} as {name!r}")
         state[name] = value
     for name, value in state.items():
         attribute, _, key = name.partition("/")
@@ -83,6 +88,14 @@ def restore(
             getattr(layer, attribute)[int(key)] = value
         else:
             setattr(layer, attribute, value)
+
+
+def _fits(value: Any, fresh: Any, most: int) -> bool:
+    """True for a value that may follow a fresh layer's: settings stay, other numbers count."""
+    if value is None or isinstance(value, bool) or isinstance(fresh, bool):
+        return type(value) is type(fresh)
+    whole = isinstance(value, int) or isinstance(fresh, float)
+    return whole and 0 <= value <= most and (not fresh or bool(value == fresh))
 
 
 def _is_state(layer: Any, attribute: str, key: str) -> bool:

@@ -14,6 +14,7 @@ from kvfold.eval.run.cell import TRUNCATED, EvalCell
 from kvfold.methods.base import Across, Method, Stages, origins, parse
 from kvfold.methods.description import files_of
 from kvfold.methods.fitted import NO_FILE, FittedFile
+from kvfold.reading import opened_regular
 
 
 def digests(method: str) -> tuple[str, ...]:
@@ -67,5 +68,5 @@ def _digest(path: str) -> str:
 
 @lru_cache(maxsize=64)
 def _digest_of(path: str, modified: int, size: int) -> str:
-    with open(path, "rb") as file:
+    with opened_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]

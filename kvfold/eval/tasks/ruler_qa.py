@@ -23,6 +23,7 @@ from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.base import NoData, Question, SampleRequest, TaskSample, UnreadableSample
 from kvfold.eval.tasks.generated import fitted
+from kvfold.reading import read_text
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _samples(
     if path.suffix != ".json":
         return ruler.read(name, "qa", request)
     try:
-        questions = parse(json.loads(path.read_text(encoding="utf-8-sig")))
+        questions = parse(json.loads(read_text(path)))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise KvfoldError(f"{path} cannot be read as {file}: {error!r}") from error
     passages = sorted({p for asked in questions for p in (*asked.passages, *asked.related)})

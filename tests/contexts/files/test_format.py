@@ -155,5 +155,5 @@ def test_a_file_sets_nothing_but_what_a_layer_holds(numbers):
         index=0, kind=type(layer).__name__, numbers=numbers, by_head=[], whole=[]
     )
     with pytest.raises(ContextFileError, match="layer 0"):
-        others.restore(layer, part, {}, {}, torch.device("cpu"))
+        others.restore(layer, part, {}, {}, torch.device("cpu"), seen=100)
     assert callable(layer.update)

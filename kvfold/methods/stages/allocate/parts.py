@@ -18,6 +18,7 @@ from kvfold.errors import KvfoldError
 from kvfold.methods.fitted import Fitted, FittedFile
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING, largest_remainder
+from kvfold.reading import read_text, stable_path
 
 FAINTEST = 1e-9  # weight of a head of part 0, beside 1: it takes what all others have no room for
 
@@ -135,8 +136,9 @@ PartsSource = FittedFile | PartsFile | LayerParts
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        return {name: each.double() for name, each in load_file(path).items()}
-    given: Any = json.loads(path.read_text("utf-8-sig"))
+        with stable_path(path) as place:
+            return {name: each.double() for name, each in load_file(place).items()}
+    given: Any = json.loads(read_text(path))
     given = given if isinstance(given, dict) else {"parts": given}
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in given.items()}
 
