@@ -44,9 +44,10 @@ SEVERAL = {"kvzip", "pyramidkv", "snapkv", "d2o", "h2o", "streaming_llm"}  # lin
 FITS = {"zap": "scorer", "qfilter": "filters", "duo": "heads", "snapkv + curve": "curve"}
 # Registered names that the leaderboard does not run.
 LEFT_OUT = {
+    "criticalkv": "measured before it added epsilon to means, as criticalkv_summed does to sums",
     "every": "rounds while an answer is written: the same prompt as without",
     "fair": "needs the spans of images, or of one's own",
-    "sizes": "reads a file of one's own",
+    "sizes": "takes a file or parts of one's own",
     "triattention": "keeps the prompt, and evicts answers: docs/answering-long.md",
     "triattention_official": "the same",
 }
