@@ -41,6 +41,7 @@ from kvfold.hf.stock_layers import (
     can_crop_stock,
     common_length,
     crop_stock,
+    detach_layers,
     layer_lengths,
     reset_layers,
     stock_layers,
@@ -184,15 +185,14 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and the binding's checks."""
-        first = self.states[0]
-        self.binding.check_forward(ids, first.plan.stages.positions)
+        self.binding.check_forward(ids, self.states[0].plan.stages.positions)
         self.binding.check_rope(start := self.get_seq_length(), self.tokens_read, new)
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
         self._forward.begin(start, self._is_level)
         check_mask(self, mask, new)
         self.phase.expect(ids, start)
-        first.waiting.take_unjudged()  # of a forward that failed
+        self.states[0].waiting.take_unjudged()  # of a forward that failed
 
     def _is_level(self) -> bool:
         """True if all layers have stored, and attended to, the same tokens."""
@@ -205,6 +205,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         Layers that waited for these evict. Raises as `OpenForward.check_stored`, `Phase.note_read`.
         """
         self._forward.check_stored(self.get_seq_length())
+        detach_layers(self.other_layers().values())
         if ids is not None and self._forward.begun is not None:
             self.phase.note_read(ids, self._forward.begun, logits, self.tokens_read())
         self.phase.forget_incoming()

@@ -74,9 +74,9 @@ class Surprise:
                 "causal language model, and leave return_dict and logits_to_keep out"
             )
         assert self.numbers is not None
-        numbers, new = self.numbers.clone(), ids.shape[1]
+        numbers, new, logits = self.numbers.clone(), ids.shape[1], logits.detach()
         numbers[:, 1 - new or len(self) :] = surprise(logits[:, :-1], ids[:, 1:]).to(numbers)
-        held = logits[:, -rows:].detach().clone()
+        held = logits[:, -rows:].clone()
         if tokens is not None:
             real = tokens[:, -new:]
             before = torch.full_like(held[:, :1], torch.nan)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
@@ -142,6 +143,21 @@ def crop_stock(layer: Any, tokens_to_remove: int) -> None:
         return
     if tokens_to_remove or getattr(layer, "record_past", False):
         layer.crop(tokens_to_remove)
+
+
+def detach_layers(layers: Iterable[Any]) -> None:
+    """Lets go of the graph of a forward with gradients: torch copies no tensor inside a graph."""
+    for layer in layers if torch.is_grad_enabled() else ():
+        for name, value in vars(layer).items():
+            setattr(layer, name, _detached(value))
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if type(value) is dict:
+        return {key: _detached(each) for key, each in value.items()}
+    return [_detached(each) for each in value] if type(value) is list else value
 
 
 def reset_layers(layers: Iterable[Any]) -> None:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
+from kvfold.cache.fork import fork
 from tests.helpers.budgets import METHODS, compressed
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import PROMPT, tiny_llama, word_tokenizer
@@ -76,3 +79,35 @@ def test_a_context_made_in_inference_mode_answers_outside():
         context = kvfold.compress(model, tokenizer, PROMPT, "snapkv", 40)
     expected = kvfold.compress(model, tokenizer, PROMPT, "snapkv", 40).ask("is the sky blue")
     assert context.ask("is the sky blue") == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "bamba"])
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "full", "adakv:window=8", "kivi:group=8"])
+def test_caches_filled_with_gradients_are_copied_forked_and_frozen(family, spec):
+    """Layers that stay transformers' own keep no graph: torch copies no tensor inside one."""
+    model, later = build(family), continuation(1, 3)
+    budget = 20 if kvfold.parse(spec).takes_budget else None
+    cache, other = (CompressedCache(model, spec, budget) for _ in range(2))
+    for each in (cache, other):
+        with torch.set_grad_enabled(each is cache):
+            for tokens in (prompts((40,))[0], *later.split(1, 1)):
+                model(tokens, past_key_values=each)
+    copied, forked = copy.deepcopy(cache), fork(cache)
+    with cache.frozen():
+        model(later, past_key_values=cache)
+        cache.crop(-3)
+    with torch.no_grad():
+        expected = model(later, past_key_values=other).logits
+    for each in (cache, copied, forked):
+        torch.testing.assert_close(model(later, past_key_values=each).logits, expected)
+        copy.deepcopy(each)
+
+
+def test_logits_that_a_method_reads_are_copied_without_their_gradients():
+    model = build("llama")
+    cache = CompressedCache(model, "sirllm", 20)
+    model(prompts((40,))[0], past_key_values=cache)
+    assert str(copy.deepcopy(cache).positions(1)) == str(cache.positions(1))
+    with cache.frozen():
+        model(continuation(1, 3), past_key_values=cache)
+        cache.crop(-3)
