@@ -69,6 +69,7 @@ TESTED_BY = {
     "jobs/compress.py": "cli/test_compress_many.py",
     "jobs/executor.py": "jobs/test_processes.py",
     "jobs/records.py": "eval/run/test_run_folder.py",
+    "kernels/full_precision.py": "properties/test_autocast.py",
     "kernels/logits.py": "kernels/test_reference.py",
     "kernels/triton/softmax.py": "kernels/triton/test_ragged.py",
     "kernels/views.py": "kernels/test_ragged.py",

@@ -58,6 +58,9 @@ def attend_to_view(
     else:
         stored_mask = physical_mask(mask, view, call.query, seen, holes)
     attend = stock_attention(kind, module)
+    if call.autocast is not None:
+        with torch.autocast(call.query.device.type, call.autocast):
+            return attend(module, call.query, call.key, call.value, stored_mask, **options)
     return attend(module, call.query, call.key, call.value, stored_mask, **options)
 
 

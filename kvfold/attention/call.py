@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvfold.kernels.logits import LogitOptions
@@ -35,3 +36,4 @@ class AttentionCall(NamedTuple):  # made in every layer of every step
     squares: Tensor | None = None  # [B, H, T], column sums of squares
     maxima: Tensor | None = None  # [B, H, T], column maxima
     predicted: PredictedEviction | None = None
+    autocast: torch.dtype | None = None  # of the torch.autocast that stock attention runs under

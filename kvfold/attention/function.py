@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from kvfold.attention.call import AttentionCall
 from kvfold.attention.padding import check_announced
 from kvfold.errors import KvfoldError
 from kvfold.hf.attention import logit_options, register_attention, stock_attention
+from kvfold.kernels.full_precision import any_cast, is_cast
+
+# Of a layer, or of a guest to its view
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def _attention(
@@ -64,13 +69,36 @@ def _attend_to_stored(
         return _WithoutGradient.apply(out, query), weights
     layer = handshake.claim(module, key, value)
     source = None if mark is None or layer is not None else mark[0]()
-    if layer is None and source is None:  # attention without a kvfold cache
+    attend: Attend
+    if layer is not None:
+        attend = layer.attend
+    elif source is not None:
+        attend = partial(source.attend_as_guest, view=mark[1])
+    else:  # attention without a kvfold cache
         return stock_attention(kind, module)(module, query, key, value, mask, **options)
     call = AttentionCall(query, key, value, logit_options(module, query, options))
-    if source is not None:
-        return source.attend_as_guest(module, kind, call, mark[1], mask, options)
-    assert layer is not None
-    return layer.attend(module, kind, call, mask, options)
+    if any_cast() and is_cast(query):
+        return _outside_of_autocast(attend, module, kind, call, mask, options)
+    return attend(module, kind, call, mask=mask, options=options)
+
+
+def _outside_of_autocast(
+    attend: Attend,
+    module: nn.Module,
+    kind: str,
+    call: AttentionCall,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend`, whose stock attention alone runs under torch.autocast; output in its dtype."""
+    device, given = call.query.device.type, (call.query, call.key, call.value)
+    wide = reduce(torch.promote_types, (each.dtype for each in given))
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        query, key, value = (each.to(wide) for each in given)
+        call = call._replace(query=query, key=key, value=value, autocast=dtype)
+        out, weights = attend(module, kind, call, mask=mask, options=options)
+    return out if wide == torch.float64 else out.to(dtype), weights  # float64 is never cast
 
 
 _attend_outside_of_graphs = torch.compiler.disable(_attend_to_stored)

@@ -38,6 +38,7 @@ from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.kernels.full_precision import any_cast, full_precision, is_cast
 from kvfold.kernels.single_query import attend_single
 from kvfold.store.dense import DenseStore
 
@@ -75,7 +76,13 @@ class CompressedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Stores new entries `[B, H, S, D]`; returns the raw keys and values stored."""
+        """Stores new entries `[B, H, S, D]`; returns the raw keys and values stored.
+
+        Raises KvfoldError for entries of torch.autocast that the store's dtype would round.
+        """
+        if any_cast() and is_cast(key_states):
+            with torch.autocast(key_states.device.type, enabled=False):
+                return self.update(*self._in_one_dtype(key_states, value_states))
         state, new = self.state, key_states.shape[2]
         if state.store is None:
             self.lazy_initialization(key_states, value_states)
@@ -126,8 +133,25 @@ class CompressedLayer(CacheLayerMixin):
         self.check_crop(tokens_to_remove)
         self.state.crop(-tokens_to_remove)
 
+    @full_precision
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.state.index(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def _in_one_dtype(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of torch.autocast, where RoPE leaves keys wider, in the store's dtype.
+
+        That of a new store holds both, and what the model gives without autocast.
+        """
+        dtype, store = torch.promote_types(keys.dtype, values.dtype), self.state.store
+        stored = self.state.rotation.model.dtype if store is None else store.keys.dtype
+        wide = torch.promote_types(dtype, stored)
+        if store is not None and wide != stored:
+            self.binding.answered()  # nothing was stored: outside, the cache goes on
+            raise KvfoldError(
+                f"this cache holds {stored}, which cannot hold the {dtype} that the model gives "
+                "under this torch.autocast: leave it, or read the text under it too"
+            )
+        return keys.to(wide), values.to(wide)
 
     # --- attention's side -------------------------------------------------------------------
 
@@ -311,6 +335,7 @@ class CompressedLayer(CacheLayerMixin):
             state.dense_store().place(columns[:, None])
             state.evicted_at = state.seen
 
+    @full_precision
     def end_reading(self) -> None:
         """Evicts after a `reading()` block, by its window queries.
 

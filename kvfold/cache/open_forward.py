@@ -13,6 +13,7 @@ from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.kernels.full_precision import full_precision
 
 
 @dataclass
@@ -60,6 +61,7 @@ class OpenForward:
         self.begun, self.states_moved = None, False
 
 
+@full_precision
 @torch.no_grad()
 def evict_judged(waiting: Waiting[LayerState]) -> None:
     """Evicts the layers that waited for the logits of a forward, which has returned."""

@@ -18,6 +18,7 @@ from kvfold.cache.consecutive import moved_up
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
+from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.gather import pick
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
@@ -140,6 +141,7 @@ class Renumbering:
         return found[:, : int((found < 0).any(0).byte().argmax())].clone()
 
 
+@full_precision
 def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = None) -> LayerState:
     """A copy of a layer's state with renumbered entries; the state and its views stay valid.
 

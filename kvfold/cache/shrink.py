@@ -18,6 +18,7 @@ from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.sizes import even_size, size_of, without_room
 from kvfold.cache.state import LayerState
 from kvfold.errors import BudgetError, KvfoldError
+from kvfold.kernels.full_precision import full_precision
 from kvfold.methods.base import Across, Method, Stages, parts_of
 from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.stages.allocate.pool import candidates_of
@@ -41,6 +42,7 @@ def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCa
     return other
 
 
+@full_precision
 @torch.no_grad()
 def shrink(cache: CompressedCache, budget: Budget | float | str) -> None:
     """Evicts to a smaller budget, in place, as if the first prefill had been compressed to it.

@@ -16,6 +16,7 @@ from kvfold.errors import UnsupportedModel
 from kvfold.hf.header import ADAPTERS
 from kvfold.hf.models import full_weight
 from kvfold.hf.quantized_weights import samplable
+from kvfold.kernels.full_precision import full_precision
 
 # Names of the module that one of PEFT's layers wraps.
 WRAPPED = ("base_layer", "original_module")
@@ -162,6 +163,7 @@ def _setting(value: Any, found: list[Tensor]) -> Any:
     return type(value).__name__
 
 
+@full_precision
 @torch.no_grad()
 def _sums(tensors: Iterable[Tensor]) -> bytes:
     """Sums over rows and over columns of all bytes: every single change, and every swap, shows.

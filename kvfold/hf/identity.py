@@ -25,6 +25,7 @@ from kvfold.hf.header import ADDED, ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
 from kvfold.hf.quantized_weights import samplable
 from kvfold.hf.rotation import rope_of
+from kvfold.kernels.full_precision import full_precision
 
 FIELDS = (
     "model_type",
@@ -104,6 +105,7 @@ def read_by(parts: ModelParts, rope_is_fixed: bool) -> ReadBy:
     return ReadBy(adapters_of(layers), sampled(weights), rope)
 
 
+@full_precision
 @torch.no_grad()
 def sampled(tensors: Iterable[Tensor]) -> bytes:
     """Up to `SAMPLE` elements of each tensor, by one copy from each device.

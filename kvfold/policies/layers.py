@@ -19,6 +19,7 @@ from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
 from kvfold.kernels.column_sums import attend_with_moments
+from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted_parts import with_parts
@@ -28,6 +29,7 @@ from kvfold.policies.prefill import Prefill
 from kvfold.store.dense import DenseStore
 
 
+@full_precision
 def chosen_in(
     stages: Stages, budget: Budget | None, prefill: Prefill, seed: int
 ) -> list[LayerState]:

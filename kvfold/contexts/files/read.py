@@ -37,6 +37,7 @@ from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.header import model_differences, rope_differences
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.hf.models import layer_device
+from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.views import Named
 from kvfold.methods.base import Method, parse, spelled_out
 from kvfold.methods.registry import registered
@@ -62,6 +63,7 @@ def load(
         return read(file, model, tokenizer, heads)
 
 
+@full_precision
 def read(
     file: ContextFile,
     model: PreTrainedModel,

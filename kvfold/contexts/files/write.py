@@ -35,6 +35,7 @@ from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.errors import KvfoldError
 from kvfold.hf.header import ModelHeader, RopeHeader, digest_of, order_metadata
 from kvfold.hf.identity import model_header, rope_header
+from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
 from kvfold.store.per_token import Quantizing
@@ -90,6 +91,7 @@ class RankPart:
     tensors: FileTensors
 
 
+@full_precision
 def save(
     context: Context,
     path: str | Path,

@@ -187,6 +187,11 @@ def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict
         raise KvfoldError(
             f"compile=True does not go with {cache.method}, which {reason}: leave compile out"
         )
+    if torch.is_autocast_enabled(model.device.type):
+        raise KvfoldError(
+            "compile=True does not go with torch.autocast, which gives keys and values of two "
+            "dtypes: leave compile out, or load the model in 16 bits"
+        )
     name = type(model).__name__
     if len(cache.compressed_layers) < len(cache.layers):
         raise UnsupportedModel(
