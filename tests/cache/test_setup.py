@@ -88,7 +88,7 @@ def test_budgets_that_cannot_be_are_refused(model, spec, budget):
         CompressedCache(model, spec, budget)
 
 
-@pytest.mark.parametrize("budget", [True, [64], "many", "3 apples", float("nan")])
+@pytest.mark.parametrize("budget", [True, {64}, "many", "3 apples", float("nan")])
 def test_budgets_that_are_none_are_refused(model, budget):
     with pytest.raises(BudgetError):
         CompressedCache(model, "knorm", budget)
