@@ -19,7 +19,7 @@ class Operations(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
         self.count = 0
 
     def __torch_dispatch__(
