@@ -51,6 +51,11 @@ def check_replaceable(*paths: Path) -> None:
                 raise KvfoldError(f"cannot write {path}: {folder} has no files of its own")
 
 
+def has_content(path: Path) -> bool:
+    """True for a regular file that is not empty."""
+    return path.is_file() and path.stat().st_size > 0
+
+
 def check_kind(path: Path, mark: str, kind: str) -> None:
     """Raises KvfoldError if a file at `path` has content, and is none of a `kind` of kvfold.
 
@@ -58,7 +63,7 @@ def check_kind(path: Path, mark: str, kind: str) -> None:
     """
     check_replaceable(path)
     with suppress(OSError):  # writing tells why
-        if path.stat().st_size and mark not in _metadata(path):
+        if has_content(path) and mark not in _metadata(path):
             raise KvfoldError(f"{path} is not of kvfold, or is no {kind}: name another file")
 
 

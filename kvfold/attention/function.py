@@ -78,26 +78,20 @@ def _attend_to_stored(
         return stock_attention(kind, module)(module, query, key, value, mask, **options)
     call = AttentionCall(query, key, value, logit_options(module, query, options))
     if any_cast() and is_cast(query):
-        return _outside_of_autocast(attend, module, kind, call, mask, options)
+        attend_call = partial(attend, module, kind, mask=mask, options=options)
+        return _outside_of_autocast(attend_call, call)
     return attend(module, kind, call, mask=mask, options=options)
 
 
-def _outside_of_autocast(
-    attend: Attend,
-    module: nn.Module,
-    kind: str,
-    call: AttentionCall,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """As `attend`, whose stock attention alone runs under torch.autocast; output in its dtype."""
+def _outside_of_autocast(attend: Attend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """As `attend(call)`, whose stock attention alone is under torch.autocast; in its dtype."""
     device, given = call.query.device.type, (call.query, call.key, call.value)
     wide = reduce(torch.promote_types, (each.dtype for each in given))
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
         query, key, value = (each.to(wide) for each in given)
         call = call._replace(query=query, key=key, value=value, autocast=dtype)
-        out, weights = attend(module, kind, call, mask=mask, options=options)
+        out, weights = attend(call)
     return out if wide == torch.float64 else out.to(dtype), weights  # float64 is never cast
 
 

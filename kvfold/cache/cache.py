@@ -367,7 +367,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._take_rows(torch.arange(self.rows)[indices.cpu()] if self.rows else indices)
 
     def _take_rows(self, rows: Tensor) -> None:
-        take_rows([*self.layers, *(self._before_freezing or (0, {}))[1].values()], rows)
+        saved = self._before_freezing[1].values() if self._before_freezing else ()
+        take_rows([*self.layers, *saved], rows)
         self.phase.index(lambda x: x.index_select(0, rows.to(x.device)))
         share_pairs(state.store for state in self.states)
 

@@ -40,7 +40,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
-from kvfold.writing import check_place
+from kvfold.writing import check_place, has_content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -240,7 +240,7 @@ def _is_there(path: Path, force: bool) -> bool:
     from kvfold.contexts.files.format import check_context_place
 
     check_context_place(path)
-    return path.is_file() and path.stat().st_size > 0 and not force
+    return has_content(path) and not force
 
 
 def _compress_one(

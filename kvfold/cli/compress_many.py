@@ -28,7 +28,7 @@ from kvfold.jobs.compress import (
 from kvfold.jobs.executor import RunJobs, here
 from kvfold.loading import Loading, load, load_tokenizer
 from kvfold.terminal import console, print_json
-from kvfold.writing import check_folder
+from kvfold.writing import check_folder, has_content
 
 
 def compress_many(
@@ -112,7 +112,7 @@ def _workers(
 
 def _is_newer(document: Path, file: Path) -> bool:
     """True if the file has content and is not older than the document."""
-    if not (file.is_file() and file.stat().st_size and document.is_file()):
+    if not (has_content(file) and document.is_file()):
         return False
     return file.stat().st_mtime >= document.stat().st_mtime
 

@@ -27,6 +27,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
+from kvfold.writing import has_content
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import FitResult
@@ -109,7 +110,7 @@ def command(
         raise KvfoldError("standard input is read once: name one -")
     whole = [read_text(path, encoding) for path in texts]
     read = drawn(whole, passages, words, seed)
-    there = not force and out.is_file() and out.stat().st_size > 0
+    there = not force and has_content(out)
     request = request_of(method, target, read, seed if other is None else 0)
     if there:
         check_fit(out, request)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvfold.codecs.basis import Scope
 from kvfold.codecs.compression import Compressor, decompressed_tensor
-from kvfold.contexts.files.bounds import contradiction, excess
+from kvfold.contexts.files.bounds import Count, Strict, Whole, contradiction, excess
 from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
@@ -53,11 +53,6 @@ VERSION, BIASED, CODED, CENTRED = VERSIONS = "1", "2", "3", "4"
 LATER = ("turn_end", "next_round", "settled")
 # Keys of the safetensors metadata.
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
-
-
-MOST = 2**40  # of a number that counts something
-Whole = Annotated[int, Field(ge=-MOST, le=MOST, strict=True)]
-Count = Annotated[int, Field(ge=0, le=MOST, strict=True)]
 
 
 class LayerHeader(HeaderPart):
@@ -192,7 +187,7 @@ class Header(HeaderPart):
     method: str
     budget: BudgetHeader | None
     protect: list[tuple[Whole, Whole]]
-    seed: Annotated[int, Field(strict=True)]
+    seed: Strict
     per_chunk: Count | None
     seen: Count
     dtype: str

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from kvfold.contexts.files.bounds import Count, Strict
 from kvfold.hf.header import HeaderPart
-
-Place = Annotated[int, Field(strict=True)]
-Counted = Annotated[int, Field(ge=0, le=2**40, strict=True)]
 
 
 class SessionItem(HeaderPart):
@@ -18,8 +14,8 @@ class SessionItem(HeaderPart):
 
     id: str
     role: Literal["user", "tool", "assistant"]
-    start: Place
-    stop: Place
+    start: Strict
+    stop: Strict
 
 
 class SessionHeader(HeaderPart):
@@ -27,9 +23,9 @@ class SessionHeader(HeaderPart):
 
     items: list[SessionItem]
     queued: tuple[str, ...]
-    numbered: Counted
-    turns: Counted
-    compactions: Counted
+    numbered: Count
+    turns: Count
+    compactions: Count
 
     def contradiction(self, seen: int) -> str | None:
         """The first thing that no session of `seen` tokens has; None if there is none."""
