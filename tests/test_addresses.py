@@ -33,6 +33,7 @@ TESTED_BY = {
     "cache/byte_count.py": "properties/test_bytes.py",
     "cache/consecutive.py": "methods/test_reindex.py",
     "cache/fits.py": "contexts/files/test_read.py",
+    "cache/history.py": "cache/test_continuation.py",
     "cache/layer.py": "cache/test_cache.py",
     "cache/level.py": "methods/test_level.py",
     "cache/phase.py": "cache/test_cache.py",

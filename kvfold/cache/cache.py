@@ -20,10 +20,10 @@ from kvfold.attention.padding import announce, forget_announced
 from kvfold.cache import model_trial, setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
+from kvfold.cache.continuation import check_mask, check_prompt, padding_rules
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
-from kvfold.cache.history import check_mask, check_prompt, padding_rules
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import padding_rules
+from kvfold.cache.continuation import padding_rules
 from kvfold.errors import KvfoldError
 from kvfold.generation.assisted import ASSISTED
 from kvfold.generation.resume import Resumption

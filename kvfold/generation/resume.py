@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import History, check_prompt, parting
+from kvfold.cache.continuation import check_prompt, parting
+from kvfold.cache.history import History
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import text_config
 

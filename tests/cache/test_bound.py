@@ -34,11 +34,11 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts: list[int] = []
     attend = CompressedLayer.attend
 
-    def counting(layer: CompressedLayer, *args: Any) -> Any:
+    def counting(layer: CompressedLayer, *args: Any, **given: Any) -> Any:
         if layer.state.plan.layer == 0:
             counts.clear()
         counts.extend((layer.state.columns() >= 0).sum(-1).flatten().tolist())
-        return attend(layer, *args)
+        return attend(layer, *args, **given)
 
     monkeypatch.setattr(CompressedLayer, "attend", counting)
     yield counts

@@ -247,9 +247,9 @@ def test_each_round_keeps_what_loops_keep_of_the_same_entries(spec, name, length
     witness = Witness(lengths, interval, RULES[spec])
     attend, note = CompressedLayer.attend, module.note_token
 
-    def watched(layer: Any, owner: Any, kind: str, call: AttentionCall, *rest: Any) -> Any:
+    def watched(layer: Any, owner: Any, kind: str, call: AttentionCall, **rest: Any) -> Any:
         witness.attends(layer.state, call)
-        return attend(layer, owner, kind, call, *rest)
+        return attend(layer, owner, kind, call, **rest)
 
     def noted(state: LayerState, call: AttentionCall) -> None:
         witness.generates(state, call)
