@@ -26,6 +26,9 @@ UNITS = {
     "TIB": 2**40,
 }
 
+# A number and a unit
+SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*")
+
 # A float64 represents every whole number below this.
 MOST = 2**53
 
@@ -98,6 +101,12 @@ class Budget:
             return cls.ratio(float(text))
         if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)\s*%", text):
             return cls.ratio(float(Decimal(text[:-1]) / 100))
+        size = SIZE.fullmatch(text)
+        if size is None or size[2].upper() not in UNITS:
+            raise BudgetError(
+                f"cannot read {value!r} as a budget: write 512 for tokens, 0.2 or 20% for a part "
+                "of them, 512MiB for bytes"
+            )
         return cls.bytes(text)
 
     def for_each(self, rows: int) -> Budget:
@@ -154,7 +163,7 @@ def _read_whole(digits: str) -> int | float:
 
 def _read_size(text: str) -> float:
     """The bytes of a text such as "2GiB"; raises BudgetError for a text that is not a size."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
+    match = SIZE.fullmatch(text)
     if not match or match[2].upper() not in UNITS:
         raise BudgetError(f"cannot read {text!r} as a size: write for example 512MiB or 2GB")
     return float(match[1]) * UNITS[match[2].upper()]

@@ -225,3 +225,11 @@ def test_numbers_that_are_not_positive_are_refused_as_such(make, amount):
 
 def test_a_size_is_rounded_down_to_whole_bytes():
     assert Budget.bytes(2.7) == Budget.bytes("2.7") == Budget.bytes(2)
+
+
+@pytest.mark.parametrize("text", ["many", "1e3", "100 tokens", "", "2GB/s", "-2GiB"])
+def test_a_text_that_is_none_is_told_the_forms_of_a_budget(text):
+    with pytest.raises(BudgetError, match=r"as a budget: write 512 for tokens, 0\.2 or 20% for a"):
+        Budget.of(text)
+    with pytest.raises(BudgetError, match="as a size"):
+        Budget.bytes(text)

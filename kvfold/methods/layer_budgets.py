@@ -26,7 +26,14 @@ def layerwise(method: Method, budget: Given) -> tuple[Method, One | None]:
     IllegalComposition for a method that sizes its layers by itself, or without a budget.
     """
     if isinstance(budget, str) and "," in budget:
-        budget = budget.split(",")
+        budget, whole = budget.strip().removeprefix("[").removesuffix("]").split(","), budget
+        if any(each.strip() == "0" for each in budget):
+            raise BudgetError(
+                f"{whole!r} is a list, of a budget for each layer, and none is 0: write a number "
+                "with a point, such as 0.2"
+            )
+    if getattr(budget, "ndim", 0) == 1:  # of numpy or torch
+        budget = list(budget)  # type: ignore[arg-type]
     if not isinstance(budget, list | tuple):
         return method, budget  # type: ignore[return-value]  # what is no budget is refused later
     made = [Budget.of(each) for each in budget]

@@ -28,6 +28,7 @@ from kvfold.serve.routes.hangup import HungUp
 # nginx's status for a client that closed the connection; it only appears in the metrics.
 GONE = 499
 VERBS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PATCH")
+LONGEST_PATH = 100  # characters in a message
 log = logging.getLogger(__name__)
 
 
@@ -113,13 +114,19 @@ async def _invalid(request: Request, problem: Any) -> Response:
 
 
 async def _http(request: Request, problem: Any) -> Response:
-    """Refusals of the framework itself: unknown path, wrong verb, malformed form."""
-    told = str(problem.detail)
+    """Refusals of the framework itself: unknown path, wrong verb, a body that it cannot read."""
+    told = "the body cannot be read as JSON"
     if problem.status_code in (404, 405):
-        told = f"{told}: this server has {', '.join(_paths(request.app))}"
+        verb = request.method if request.method in VERBS else "such request"
+        told = f"there is no {verb} {_short(request.url.path)}: this server has "
+        told += ", ".join(_paths(request.app))
     response = ApiError(problem.status_code, told).response()
     response.headers.update(problem.headers or {})
     return response
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}…"
 
 
 def _paths(app: FastAPI) -> list[str]:

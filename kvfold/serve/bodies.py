@@ -22,6 +22,7 @@ from kvfold.serve.errors import ApiError
 # The rest of a JSON string, up to its closing quote. Possessive: no state to backtrack to.
 TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 MARKS = (b",", b"[", b"{")
+JSON = "application/json"
 
 
 class ValueCounter:
@@ -69,22 +70,41 @@ class _ThreadParsedRequest(Request):
 
 
 def _parsed(body: bytes) -> Any:
-    """Parsed JSON, UTF-8 only: `json.loads` accepts UTF-16, too, which is not counted."""
+    """Parsed JSON, UTF-8 only: `json.loads` accepts UTF-16, too, which is not counted.
+
+    Raises JSONDecodeError for anything else.
+    """
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise json.JSONDecodeError("the body is not UTF-8", "", problem.start) from problem
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as problem:
+        raise json.JSONDecodeError("lists and objects are nested too deeply", "", 0) from problem
+    except ValueError as problem:  # Python reads no integers of thousands of digits
+        raise json.JSONDecodeError("a number is too long", "", 0) from problem
+
+
+def _check_json(kind: str) -> None:
+    """Raises ApiError for a content type that FastAPI does not read as JSON."""
+    main, _, name = kind.partition(";")[0].strip().lower().partition("/")
+    if main != "application" or not (name == "json" or name.endswith("+json")):
+        raise ApiError(415, f"send JSON, with the header Content-Type: {JSON}")
 
 
 class ThreadParsedRoute(APIRoute):
-    """A route that parses bodies in a thread."""
+    """A route that parses bodies in a thread, and takes JSON where FastAPI reads the body."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """FastAPI's handler, given requests that parse their body in a thread."""
-        handle = super().get_route_handler()
+        handle, of_fastapi = super().get_route_handler(), self.body_field is not None
 
         async def handler(request: Request) -> Response:
+            if of_fastapi:
+                _check_json(request.headers.get("content-type", ""))
             return await handle(_ThreadParsedRequest(request.scope, request.receive))
 
         return handler

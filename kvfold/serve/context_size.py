@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.hf.models import read_tokens
-from kvfold.methods.base import Measured, Method
+from kvfold.methods.base import Across, Measured, Method
+from kvfold.methods.stages.allocate.parts import LayerParts
 
 # Methods round sizes of layers and heads: so much of a budget is kept for certain.
 CERTAIN = 0.95
@@ -30,6 +31,9 @@ def least_bytes(method: Method, budget: Budget | None, tokens: int, per_token: i
     """
     stages = method.stages()
     if stages.encode is not None or stages.inexact or isinstance(stages.allocate, Measured):
+        return 0
+    # A layer with more than the text's tokens leaves none to others.
+    if isinstance(stages.allocate, Across) and isinstance(stages.allocate.parts, LayerParts):
         return 0
     full = tokens * per_token
     if budget is None:

@@ -33,6 +33,7 @@ from kvfold.hf.user_text import Content
 from kvfold.interruption import interrupt_by
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
+from kvfold.methods.layer_budgets import Given, layerwise
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.context_size import bytes_per_token, least_bytes
@@ -279,9 +280,10 @@ class Engine:
             )
             tokens = self.check_text(request.text, frame)
             method = self.clients_method(request.method or self.settings.method)
-            budget = request.budget
+            budget: Given = request.budget
             if budget is None and method.takes_budget:
                 budget = self.settings.budget
+            method, budget = layerwise(method, budget)
             limit = None if budget is None else Budget.of(budget)
             self.contexts.check_size(least_bytes(method, limit, tokens, self.token_bytes))
             context = kvfold.compress(

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.field_refusals import refusal_of
+from kvfold.serve.field_refusals import is_absent, refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,17 @@ def refusals() -> Iterator[None]:
 def invalid(errors: Sequence[Any]) -> ApiError:
     """A 400 from pydantic's errors about a request: the first field that is wrong.
 
-    A field of several types has an error for each; the one about the value's own type is shown.
+    A field that the server does not have comes before others. A field of several types has an error
+    for each; the one about the value's own type is shown.
     """
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, refusal_of(None, errors[0]), code="invalid_json")
+    absent = [error for error in errors if is_absent(_place(error))]
+    errors = absent or errors
     param = _place(errors[0])
     alike = [error for error in errors if (_place(error) or "").startswith(param or "")]
     said = next((error for error in alike if not error["type"].endswith("_type")), errors[0])
+    param = _place(said)
     where = f"{param}: " if param else ""
     return ApiError(400, f"{where}{refusal_of(param, said)}", code="invalid_value", param=param)
 

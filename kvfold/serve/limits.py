@@ -115,7 +115,11 @@ def check_client(
     page = "" if origin is None else origin.decode("latin-1").lower()
     foreign = origin is not None and _site(page) != host and not is_allowed(page, origins)
     if foreign or (_is_local(server and server[0]) and not _is_local(_name(host))):
-        raise ApiError(403, "web pages of other sites cannot use this server", code="foreign_page")
+        raise ApiError(
+            403,
+            "web pages of other sites cannot use this server, unless --allow-origin names them",
+            code="foreign_page",
+        )
 
 
 def _check_key(header: bytes, api_key: str) -> None:

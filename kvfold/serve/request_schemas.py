@@ -37,6 +37,8 @@ Name = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 MessageId = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 StopText = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_of_whole_characters)]
 Stop = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
+TokenBudget = Annotated[int, Field(gt=0, lt=2**53)]
+RatioBudget = Annotated[float, Field(gt=0, le=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
@@ -177,6 +179,8 @@ class ChatRequest(AnswerRequest):
     web_search_options: None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    moderation: None = None
 
     @model_validator(mode="after")
     def _one_past(self) -> Self:
@@ -232,17 +236,19 @@ class CompletionRequest(AnswerRequest):
 class ContextRequest(_Strict):
     """`POST /v1/contexts`: a text to compress, with `method` and `budget` as in `kvfold.compress`.
 
-    A budget is a number of tokens, the ratio to keep (0.2, "20%"), or a size ("2GiB"). `system` and
-    `chat_template_kwargs` are `system` and `template` there.
+    A budget is a number of tokens, the ratio to keep (0.2, "20%"), or a size ("2GiB"), or a list of
+    numbers, one for each compressed layer. `system` and `chat_template_kwargs` are `system` and
+    `template` there.
     """
 
     text: Annotated[Text, Field(min_length=1)]
     id: ContextId | None = None
     method: Name | None = None
     budget: (
-        Annotated[int, Field(gt=0, lt=2**53)]
-        | Annotated[float, Field(gt=0, le=1)]
+        TokenBudget
+        | RatioBudget
         | Annotated[str, Field(max_length=50)]
+        | Annotated[list[TokenBudget | RatioBudget], Field(min_length=1, max_length=MOST_ENTRIES)]
         | None
     ) = None
     system: Text | None = None
@@ -255,7 +261,7 @@ class SessionRequest(_Strict):
     text: Annotated[Text, Field(min_length=1)]
     id: ContextId | None = None
     method: Name | None = None
-    budget: Annotated[int, Field(gt=0, lt=2**53)] | None = None
+    budget: TokenBudget | None = None
 
 
 class SessionEdits(_Strict):

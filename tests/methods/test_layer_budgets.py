@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
@@ -67,6 +69,15 @@ def test_a_text_with_commas_is_a_list(model) -> None:
     assert CompressedCache(model, SNAPKV, [20, 33, 8, 42]).budget == kvfold.Budget.tokens(26)
 
 
+def test_arrays_and_lists_in_brackets_are_lists(model) -> None:
+    right = CompressedCache(model, SNAPKV, [0.2, 0.5, 0.3, 0.4])
+    for given in (np.array([0.2, 0.5, 0.3, 0.4], np.float32), torch.tensor([0.2, 0.5, 0.3, 0.4])):
+        assert CompressedCache(model, SNAPKV, given).method == right.method
+    assert CompressedCache(model, SNAPKV, "[0.2, 0.5, 0.3, 0.4]").method == right.method
+    counted = CompressedCache(model, SNAPKV, np.array([20, 33, 8, 42]))
+    assert counted.budget == kvfold.Budget.tokens(26)
+
+
 @pytest.mark.parametrize(
     ("method", "budgets", "message"),
     [
@@ -78,6 +89,8 @@ def test_a_text_with_commas_is_a_list(model) -> None:
         (SNAPKV, [0.2, 1.3, 0.2, 0.2], "at most 1.0"),
         (SNAPKV, [0.2, None, 0.2, 0.2], "a budget is an int"),
         (SNAPKV, [[0.2, 0.3]] * 4, "a budget is an int"),
+        *((SNAPKV, text, "with a point") for text in ("0,2", " 0,25 ", "0,2,0,3", "[0, 2]")),
+        (SNAPKV, "0.2,some", "cannot read 'some' as a budget"),
         (SNAPKV, [20, 3, 20, 20], "always keeps 4 .* the budget of layer 1 is 3: raise it"),
         ("kivi", [0.2] * 4, "takes no budget"),
         ("pyramidkv", [0.2] * 4, "sizes its layers by itself, so give it one budget"),

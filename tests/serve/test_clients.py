@@ -39,6 +39,7 @@ NOTHING: list[dict[str, Any]] = [
     {"functions": [], "function_call": None},
     {"reasoning_effort": None, "prediction": None, "audio": None},
     {"safety_identifier": "me", "prompt_cache_key": "me", "user": "me"},
+    {"prompt_cache_retention": "24h"},
 ]
 
 

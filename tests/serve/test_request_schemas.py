@@ -30,6 +30,19 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (CHAT, chat(chat_template_kwargs={"a": 1}), 400, "no chat template"),
     (CHAT, chat(reasoning_effort="low"), 400, "no chat template"),
     (CHAT, chat(context_id="CONTEXT", chat_template_kwargs={"a": 1}), 400, "other arguments"),
+    (CHAT, chat(moderation={"model": "a"}), 400, "moderation: kvfold serve moderates no texts"),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        400,
+        "messages.0.content.0.type: kvfold serve reads parts of the type text only",
+    ),
+    (
+        CHAT,
+        chat(messages=[{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]),
+        400,
+        "messages.0.tool_calls: kvfold serve has no tools: leave the field out",
+    ),
     (CHAT, chat(min_p=2), 400, "min_p: the number must be at most 1"),
     (CHAT, chat(top_k=-2), 400, "top_k: the number must be at least -1"),
     (CHAT, chat(repetition_penalty=0), 400, "repetition_penalty: the number must be at least 0.1"),
@@ -55,14 +68,14 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (CHAT, chat(messages=TURNS, context_id="CONTEXT"), 400, "after it come a question"),
     (CHAT, chat(messages=[{"role": "user", "content": "the " * 500}]), 400, "takes 400"),
     (CHAT, chat(messages=[{"role": "user", "content": "\ud800"}]), 400, "messages"),
-    (CHAT, chat(**{"\ud800": 1}), 400, "unicode"),
+    (CHAT, chat(**{"\ud800": 1}), 400, "lone surrogate"),
     (CHAT, chat(model="\ud800"), 404, "there is no model"),
     (TEXT, completion(prompt="\ud800"), 400, "prompt"),
     (TEXT, completion(stop=["\ud800"]), 400, "stop"),
     (CHAT, chat(context_id="\ud800"), 400, "context_id"),
     (CHAT, {}, 400, "model: "),
-    (CHAT, [], 400, ""),
-    (CHAT, None, 400, ""),
+    (CHAT, [], 400, "the body is no JSON object"),
+    (CHAT, None, 400, "the body is no JSON object"),
     (TEXT, completion(prompt=""), 400, "the prompt is empty"),
     (TEXT, completion(prompt=[]), 400, "the prompt is empty"),
     (TEXT, completion(prompt="", context_id="CONTEXT"), 400, "the prompt is empty"),
@@ -83,7 +96,13 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/contexts", {"text": "a", "budget": 10**30}, 400, "budget"),
     ("/v1/contexts", {"text": "a", "budget": "9" * 49}, 400, "more than can be counted"),
     ("/v1/contexts", {"text": "a", "budget": "9" * 40 + "GiB"}, 400, "more than can be counted"),
-    ("/v1/contexts", {"text": "a", "budget": "much"}, 400, "cannot read 'much'"),
+    ("/v1/contexts", {"text": "a", "budget": "much"}, 400, "cannot read 'much' as a budget"),
+    ("/v1/contexts", {"text": "a", "compression_ratio": 0.5}, 400, "budget is the part kept"),
+    ("/v1/contexts", {"text": "a", "id": "My Doc"}, 400, "id: an id is 1 to 64 lower-case"),
+    (TEXT, completion(prompt=["a", "b"]), 400, "kvfold serve takes one prompt"),
+    ("/v1/contexts", {"text": "a", "budget": 1.5}, 400, "for a number of tokens give a whole"),
+    ("/v1/contexts", {"text": "a", "budget": "0,2"}, 400, "with a point"),
+    ("/v1/contexts", {"text": "a", "budget": [0.2]}, 400, "a budget of 1 numbers"),
     ("/v1/contexts", {"text": "a", "method": "full", "budget": 5}, 400, "takes no budget"),
 ]
 
@@ -109,6 +128,37 @@ def test_broken_json_is_refused(server):
     assert_clean(refused, 400, "temperature: ")
 
 
+@pytest.mark.slow
+def test_no_refusal_is_in_another_library_s_words(server):
+    json_only = {"content-type": "application/json"}
+    for path in (CHAT, TEXT, "/v1/contexts", "/v1/sessions"):
+        for data, said in (
+            (b"{", "the body is no JSON: "),
+            (b"[" * 5000, "the body is no JSON: lists and objects are nested too deeply"),
+            (b'{"a": ' + b"1" * 5000 + b"}", "the body is no JSON: a number is too long"),
+            (b"[1]", "the body is no JSON object"),
+        ):
+            refused = server.http.post(path, content=data, headers=json_only)
+            assert_clean(refused, 400, said)
+            assert refused.json()["error"]["param"] is None
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            refused = server.http.post(path, content=b"{}", headers={"content-type": kind})
+            assert_clean(refused, 415, "application/json")
+    for given in ("abc", "1.5", "", "9" * 5000):
+        assert_clean(server.http.get("/v1/contexts", params={"limit": given}), 400, "number is")
+    form = {"content-type": "multipart/form-data"}
+    assert_clean(server.http.post("/v1/contexts", content=b"a", headers=form), 400, "a boundary")
+    files = [("file", ("a", b"the sky")), ("file", ("b", b"the sky"))]
+    assert_clean(server.http.post("/v1/contexts", files=files), 400, "one file and at most 10")
+    one = {"file": ("a", b"the sky")}
+    for fields, said in (
+        ({"chat_template_kwargs": "{"}, "chat_template_kwargs: an object is wanted"),
+        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs: an object is wanted"),
+        ({"budget": "0,2"}, "with a point"),
+    ):
+        assert_clean(server.http.post("/v1/contexts", files=one, data=fields), 400, said)
+
+
 def test_paths_that_are_not_there(server):
     for verb, path, status in (
         ("GET", "/v1/contexts/none", 404),
@@ -125,6 +175,9 @@ def test_paths_that_are_not_there(server):
     for verb, path in (("GET", "/none"), ("GET", CHAT)):
         told = server.http.request(verb, path).json()["error"]["message"]
         assert "POST /v1/chat/completions" in told and "GET/POST /v1/contexts" in told
+        assert told.startswith(f"there is no {verb} {path}: this server has ")
+    told = server.http.get("/" + "a" * 3000).json()["error"]["message"]
+    assert "POST /v1/chat/completions" in told
 
 
 def test_a_prompt_and_an_answer_beyond_the_model_s_length(model):

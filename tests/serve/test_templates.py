@@ -173,3 +173,18 @@ def test_a_repetition_penalty_sees_the_context(model, tokenizer):
         for narrow in ({"top_k": 1}, {"min_p": 1.0}):
             said = server.chat(QUESTION, context_id="a", temperature=1.5, seed=3, **narrow)
             assert said.json()["choices"][0]["message"]["content"] == best
+
+
+@pytest.mark.parametrize("budget", [[0.9, 0.3, 0.5, 0.7], "0.9,0.3,0.5,0.7", [100, 20, 30, 4000]])
+def test_a_context_has_a_budget_for_each_layer(model, tokenizer, budget):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "knorm:skip_layers=none", budget)
+    right = context.ask(QUESTION, max_new_tokens=8)
+    small = {"memory": size_of(context)}  # it fits, though one layer's budget alone would not
+    with running(model, tokenizer, method="knorm:skip_layers=none", **small) as server:
+        made = server.create(DOCUMENT, budget=budget)
+        assert server.engine.contexts.get(made).stats.kept == context.stats().kept
+        assert server.says(QUESTION, context_id=made) == right
+    if isinstance(budget, str):  # the server's own
+        with running(model, tokenizer, method="knorm:skip_layers=none", budget=budget) as server:
+            made = server.create(DOCUMENT)
+            assert server.engine.contexts.get(made).stats.kept == context.stats().kept

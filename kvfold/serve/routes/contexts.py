@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from kvfold.contexts.context import Context
@@ -25,6 +26,7 @@ from kvfold.serve.stored import Stored
 from kvfold.serve.worker_threads import WorkerJob
 
 JSON, FORM = "application/json", "multipart/form-data"
+FIELDS = 10
 _TEXT = {"type": "string"}
 _UPLOAD = {
     "type": "object",
@@ -101,22 +103,36 @@ async def _asked(request: Request) -> ContextRequest:
             return ContextRequest.model_validate(await _form(request))
     except ValidationError as problem:
         raise invalid(problem.errors()) from None
-    except (ValueError, RecursionError) as problem:
+    except ValueError as problem:
         raise ApiError(400, f"the body is no JSON: {problem}", code="invalid_json") from None
     raise ApiError(415, f"send {JSON}, or {FORM} with a file")
 
 
 async def _form(request: Request) -> dict[str, Any]:
     """The fields of an upload, with the file's content as `text`; raises ApiError."""
-    async with request.form(max_files=1, max_fields=10) as form:
+    try:
+        form = await request.form(max_files=1, max_fields=FIELDS)
+    except HTTPException as problem:
+        if isinstance(problem, ApiError):  # of the body's size, and time
+            raise
+        raise ApiError(
+            400,
+            f"the form cannot be read: {FORM} has a boundary, one file and at most {FIELDS} fields",
+        ) from problem
+    try:
         fields: dict[str, Any] = dict(form)
         file = fields.pop("file", None)
         if not isinstance(file, UploadFile):
             raise ApiError(400, "the form has no file in the field `file`", param="file")
-        try:
-            text = (await file.read()).decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise ApiError(400, "the file is no text in UTF-8", param="file") from None
+        text = (await file.read()).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ApiError(400, "the file is no text in UTF-8", param="file") from None
+    finally:
+        await form.close()
     if isinstance(arguments := fields.get("chat_template_kwargs"), str):
-        fields["chat_template_kwargs"] = json.loads(arguments)
+        try:
+            fields["chat_template_kwargs"] = json.loads(arguments)
+        except (ValueError, RecursionError):
+            message = "chat_template_kwargs: an object is wanted, as JSON"
+            raise ApiError(400, message, param="chat_template_kwargs") from None
     return fields | {"text": text}
