@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import Pipeline, PreTrainedModel
@@ -11,10 +11,14 @@ from transformers import Pipeline, PreTrainedModel
 from kvfold.contexts.context import compress
 from kvfold.errors import KvfoldError
 from kvfold.hf.arguments import checked_arguments
+from kvfold.methods.base import Method
+from kvfold.methods.layer_budgets import Given
 
 # Arguments of `compress` alone, and of `compress` and `Context.ask`; all others are the latter's.
-READING = ("method", "budget", "prefill_chunk", "compress", "protect", "seed", "keep_scores")
-BOTH = ("special_tokens", "allow_longer")
+READING = (
+    "method", "budget", "prefill_chunk", "compress", "protect", "seed", "keep_scores", "system",
+)  # fmt: skip
+BOTH = ("special_tokens", "allow_longer", "template")
 
 
 class ContextPipeline(Pipeline):
@@ -68,6 +72,22 @@ class ContextPipeline(Pipeline):
 
 
 @checked_arguments
-def pipeline(model: PreTrainedModel, tokenizer: Any, **options: Any) -> ContextPipeline:
-    """A `ContextPipeline`; `options` hold for calls that do not say otherwise."""
-    return ContextPipeline(model=model, tokenizer=tokenizer, **options)
+def pipeline(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    method: Method | str | None = None,
+    budget: Given = None,
+    system: str | None = None,
+    template: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> ContextPipeline:
+    """A `ContextPipeline`; arguments hold for calls that do not say otherwise."""
+    named: dict[str, Any] = {
+        "method": method,
+        "budget": budget,
+        "system": system,
+        "template": template,
+    }
+    chosen = {name: value for name, value in named.items() if value is not None}
+    return ContextPipeline(model=model, tokenizer=tokenizer, **chosen, **options)

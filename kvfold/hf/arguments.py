@@ -22,6 +22,10 @@ PLACES = ("first", "second", "third")
 TEXTS = ("document", "opening")
 # Keywords of other libraries: the part of the entries that goes, or a method.
 PARTS, METHODS = ("compression_ratio", "ratio"), ("press",)
+# Keywords by which other libraries are given a system message, or arguments of the chat template.
+SYSTEMS, WHOLE = ("system", "system_prompt", "system_message"), "chat_template_kwargs"
+OF_TEMPLATES = (WHOLE, "template", "enable_thinking", "reasoning_effort", "tools", "documents")
+LENGTHS = ("max_tokens", "max_completion_tokens")  # of an answer
 LONGEST_NAME = 1024  # characters
 
 
@@ -101,7 +105,13 @@ def _shown(value: Any) -> str:
 def _check_foreign(names: list[str], options: dict[str, Any]) -> None:
     """Raises KvfoldError for keywords that other libraries have for a budget or a method."""
     for name in options:
-        if name in names or name not in (*PARTS, *METHODS):
+        if name in names:
+            continue
+        if name in (*SYSTEMS, *OF_TEMPLATES):
+            raise KvfoldError(f"{name}= is no argument here: {_of_prompt(name, names)}")
+        if name in LENGTHS and "max_new_tokens" in names:
+            raise KvfoldError(f"{name}= is no argument here: write max_new_tokens=")
+        if name not in (*PARTS, *METHODS):
             continue
         wanted, why = 'method="snapkv"', "the method is a text"
         if name in PARTS:
@@ -115,6 +125,19 @@ def _check_foreign(names: list[str], options: dict[str, Any]) -> None:
         else:
             remedy = "it was chosen when the text was compressed, leave it out"
         raise KvfoldError(f"{name}= is no argument here; {why}: {remedy}")
+
+
+def _of_prompt(name: str, names: list[str]) -> str:
+    """What to do with a system message, or an argument of the chat template."""
+    if name in SYSTEMS and "system" in names:
+        return "write system="
+    if name not in SYSTEMS and "template" in names:
+        return f"write template={'' if name == WHOLE else {name: '…'}}"
+    if "opening" in names:
+        return "a session has its opening only, say it there"
+    if "cache" in names:
+        return "give a prompt that holds it, as tokenizer.apply_chat_template makes it"
+    return "give it when the text is compressed, kvfold.compress(…, system=…, template=…)"
 
 
 def _kept(name: str, value: Any) -> float:

@@ -21,8 +21,6 @@ SEPARATOR = "\n\n"
 NONCHARACTER = "\ufdd0"
 # An invisible character, in a message's place
 MARK = "\u2063"
-# What a template raises that refuses messages, or cannot read them
-REFUSALS = (TemplateError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class PromptFrame:
         said = [("user", mark), ("assistant", answer), ("user", mark)]
         try:
             pieces = _split(tokenizer, said, self.arguments, mark)
-        except REFUSALS:
+        except TemplateError:
             return answer
         opening = self.after if self.answered is None else self.answered
         middle = pieces[1] if len(pieces) == 3 else ""
@@ -153,7 +151,7 @@ def conversation(
     marked = [(role, mark.join(segments(tokenizer, text))) for role, text in messages]
     try:
         return _split(tokenizer, marked, given, mark)
-    except REFUSALS as problem:
+    except TemplateError as problem:
         roles = ", ".join(role for role, _ in messages)
         raise KvfoldError(f"the chat template refuses messages of {roles}: {problem}") from problem
 
@@ -164,7 +162,12 @@ def check_same(
     system: str | None,
     arguments: Mapping[str, Any] | None,
 ) -> None:
-    """Raises KvfoldError for another system message, or other arguments, than the text's."""
+    """Raises KvfoldError for another system message, or other arguments, than the text's.
+
+    Those that the template does not read are named.
+    """
+    if arguments is not None and arguments != frame.arguments and tokenizer.chat_template:
+        arguments = json_arguments(tokenizer, arguments)
     if frame.is_of(tokenizer, system, arguments):
         return
     if not frame.is_of(tokenizer, system, None):
@@ -201,11 +204,16 @@ def _around_user(
     """
     try:
         pieces = _split(tokenizer, [*first, ("user", mark)], arguments, mark)
-    except REFUSALS as problem:
+    except TemplateError as problem:
         if first and _times_shown(tokenizer, _takes_parts(tokenizer, arguments), arguments) == 1:
             raise KvfoldError(
                 f"the chat template refuses a system message ({problem}): leave it out, or say it "
                 "in the text"
+            ) from problem
+        if arguments and _times_shown(tokenizer, _takes_parts(tokenizer, {}), {}) == 1:
+            raise KvfoldError(
+                f"the chat template refuses its arguments {', '.join(arguments)} ({problem}): give "
+                "them as it reads them, or leave them out"
             ) from problem
         found = f"refuses a user's message ({problem})"
     else:
@@ -228,7 +236,7 @@ def _turns(
     said = [(role, mark) for role in ("user", "assistant", "user")]
     try:
         return _split(tokenizer, [*first, *said], arguments, mark)
-    except REFUSALS:
+    except TemplateError:
         return []
 
 
@@ -255,7 +263,7 @@ def _times_shown(
     mark = _absent_from(str(arguments), MARK)
     try:
         return _rendered(tokenizer, [("user", mark)], in_parts, arguments).count(mark)
-    except REFUSALS:
+    except TemplateError:
         return 0
 
 
@@ -267,7 +275,8 @@ def _rendered(
 ) -> str:
     """The chat template with these messages, each as a text or as a list of one part.
 
-    Raises KvfoldError if none of several templates is the default, and what the template raises.
+    Raises KvfoldError if none of several templates is the default, and TemplateError if the
+    template refuses messages or arguments, or fails on them.
     """
     templates: Any = tokenizer.chat_template
     if isinstance(templates, dict) and "default" not in templates:
@@ -279,11 +288,15 @@ def _rendered(
         {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
         for role, text in messages
     ]
-    return str(
-        tokenizer.apply_chat_template(
+    try:
+        made = tokenizer.apply_chat_template(
             given, tokenize=False, add_generation_prompt=True, **arguments
         )
-    )
+    except TemplateError:
+        raise
+    except Exception as problem:  # a template is a program, and arguments may be of any kind
+        raise TemplateError(str(problem) or type(problem).__name__) from problem
+    return str(made)
 
 
 def _absent_from(text: str, mark: str = NONCHARACTER) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
@@ -18,6 +19,10 @@ from kvfold.hf.user_text import Content, segments
 OF_TEMPLATES = {"tools", "documents"}
 # Names under which a template finds the day it is used on.
 DATES = ("strftime_now", "date_string")
+# What transformers gives every template.
+GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
+# Marks around an answer, which are transformers' own and no variables.
+ANSWERS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
 def json_arguments(
@@ -42,15 +47,30 @@ def json_arguments(
     for name in made:
         if (name in own and name not in OF_TEMPLATES) or name == "messages":
             raise KvfoldError(f"{name!r} is no argument of a chat template: leave it out")
-        if not reads(tokenizer, name):
-            raise KvfoldError(f"the chat template does not read {name!r}: leave it out")
+        read = read_by(tokenizer)
+        if name not in read:
+            raise KvfoldError(
+                f"the chat template does not read {name!r}: leave it out; it reads "
+                f"{', '.join(sorted(read)) or 'no arguments'}"
+            )
     return made
 
 
-def reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """True if the chat template names a variable, and it is no special token's."""
-    known = name in tokenizer.special_tokens_map
-    return not known and re.search(rf"\b{re.escape(name)}\b", _template(tokenizer)) is not None
+def read_by(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Arguments that the chat template reads: variables that it does not set, no special tokens.
+
+    Raises KvfoldError for a template that is damaged.
+    """
+    found: set[str] = set()
+    for template in _template(tokenizer).split("\0"):
+        try:
+            parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+                ANSWERS.sub("", template)
+            )
+        except TemplateError as problem:
+            raise KvfoldError(f"the chat template is damaged: {problem}") from problem
+        found |= meta.find_undeclared_variables(parsed)
+    return found - GIVEN - set(tokenizer.special_tokens_map)
 
 
 def check_spelled(

@@ -10,6 +10,10 @@ from kvfold import KvfoldError
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.tokenizers import word_tokenizer
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    "<assistant> {{ words or '' }}"
+)
 OTHER = " ".join(DOCUMENT.split()[::-1][:6])
 
 
@@ -63,3 +67,18 @@ def test_every_option_of_compress_reaches_it():
     assert pipe(DOCUMENT, keep_scores=True, **longer)["answers"]
     pieces = pipe(DOCUMENT, compress="per_chunk", prefill_chunk=50, **longer)
     assert pieces["stats"].per_chunk == 50
+
+
+def test_a_system_message_and_a_template_reach_the_document_and_the_questions():
+    model, tokenizer = new_model(), word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    given = {"system": "here the sky is green", "template": {"words": "we go"}}
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "knorm", 40, **given)
+    expected = context.ask(QUESTION, max_new_tokens=6)
+    pipe = kvfold.pipeline(model, tokenizer, method="knorm", budget=40, **given)
+    assert pipe(DOCUMENT, question=QUESTION, max_new_tokens=6)["answers"] == [expected]
+    pipe = kvfold.pipeline(model, tokenizer, method="knorm", budget=40)
+    found = pipe(DOCUMENT, question=QUESTION, max_new_tokens=6, **given)
+    assert found["answers"] == [expected] and found["stats"] == context.stats()
+    with pytest.raises(KvfoldError, match=r"budget=0\.6$"):
+        kvfold.pipeline(model, tokenizer, compression_ratio=0.4)

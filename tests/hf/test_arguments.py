@@ -81,6 +81,31 @@ def test_keywords_of_another_library_are_named(
         context.chat(compression_ratio=0.4)  # type: ignore[call-arg]
 
 
+def test_keywords_of_the_prompt_are_named(pair: tuple[Any, Any], context: kvfold.Context) -> None:
+    model, tokenizer = pair
+    for given, said in (
+        ({"system_prompt": "a"}, "write system=$"),
+        ({"chat_template_kwargs": {}}, "write template=$"),
+        ({"enable_thinking": False}, r"write template=\{'enable_thinking': '…'\}$"),
+    ):
+        with pytest.raises(KvfoldError, match=said):
+            kvfold.compress(model, tokenizer, "A text.", **given)  # type: ignore[arg-type]
+    for call in (context.ask, context.chat().ask, context.chat):
+        for name in ("system", "tools", "enable_thinking"):
+            with pytest.raises(KvfoldError, match=f"{name}= is no argument here"):
+                call("When?", **{name: "a"})  # type: ignore[operator]
+    with pytest.raises(KvfoldError, match=r"write max_new_tokens=$"):
+        context.ask("When?", max_tokens=5)
+    with pytest.raises(KvfoldError, match="does not read 'nope'"):
+        context.ask("When?", template={"nope": 1})
+    with pytest.raises(KvfoldError, match="names and values"):
+        context.ask("When?", template="nope")  # type: ignore[arg-type]
+    with pytest.raises(KvfoldError, match="say it there"):
+        kvfold.begin_session(model, tokenizer, "Be brief.", system="a")  # type: ignore[call-arg]
+    with pytest.raises(KvfoldError, match="apply_chat_template"):
+        kvfold.generate(model, tokenizer("a", return_tensors="pt").input_ids, tools=[])
+
+
 def test_a_file_s_name_is_no_document(pair: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "contract.txt"
     path.write_text("The gate opens at noon.")

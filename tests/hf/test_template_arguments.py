@@ -12,7 +12,7 @@ import kvfold
 from kvfold import KvfoldError
 from kvfold.contexts.files.format import read_header
 from kvfold.hf.chat_template import PromptFrame
-from kvfold.hf.template_arguments import date_told
+from kvfold.hf.template_arguments import date_told, read_by
 from tests.helpers.chats import TEMPLATE
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.tokenizers import word_tokenizer
@@ -39,6 +39,16 @@ DROPS = (
 )
 REFUSES = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + DROPS
+)
+READS = (
+    (
+        "{% set ns = namespace(a=1) %}"
+        "{% if not date_string is defined %}{% set date_string = 'May' %}{% endif %}"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{{ documents | length if documents }}"
+        "{% if strange %}{{ raise_exception('no') }}{% endif %}{{ 'On ' + date_string + ' ' }}"
+    )
+    + TEMPLATE
+    + "{% generation %}{% endgeneration %}"
 )
 SYSTEM, OFF = "here the sky is green", {"enable_thinking": False}
 
@@ -102,11 +112,31 @@ def test_texts_of_one_system_message_only_are_joined(model):
         (THINKS, {"template": {"enable_thinking": object()}}, "as JSON"),
         (THINKS, {"template": {"enable_thinking": ["<bos>"]}}, "spells a control token"),
         (THINKS, {"template": "enable_thinking"}, "names and values"),
+        *(
+            (THINKS, {"template": {name: 1}}, f"does not read '{name}': .* reads enable_thinking$")
+            for name in ("m", "c", "content", "role", "assistant", "trim", "if")
+        ),
+        (TEMPLATE, {"template": {"message": "a"}}, "it reads no arguments"),
+        (READS, {"template": {"raise_exception": "a"}}, "does not read 'raise_exception'"),
+        *(
+            (READS, {"template": {"tools": tools}}, "refuses its arguments tools")
+            for tools in ("x", [5], ["f"], 5)
+        ),
+        (READS, {"template": {"documents": ["a"]}}, "refuses its arguments documents"),
+        (READS, {"template": {"date_string": 5}}, "refuses its arguments date_string"),
+        ("{% for m in messages %}{{ m", {"template": OFF}, "is damaged"),
     ],
 )
 def test_what_a_template_does_not_take_is_refused(model, template, given, reason):
     with pytest.raises(KvfoldError, match=reason):
         kvfold.compress(model, tokenizer_of(template), DOCUMENT, "snapkv", 40, **given)
+
+
+def test_a_template_reads_what_it_does_not_set():
+    tokenizer = tokenizer_of(READS)
+    assert read_by(tokenizer) == {"date_string", "documents", "strange", "tools"}
+    tokenizer.chat_template = {"default": READS, "other": THINKS}
+    assert read_by(tokenizer) == {"date_string", "documents", "enable_thinking", "strange", "tools"}
 
 
 def test_a_system_message_stays_where_the_document_is_read():
