@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,7 @@ def check_reachable(name: str, revision: str | None = None) -> None:
         reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise KvfoldError(
             f"cannot load {name!r}: there is no such folder, it was not downloaded before, and the "
-            f"hub does not answer ({reason}): check the name"
+            f"hub does not answer ({reason}): check the name{_near(name)}"
         ) from problem
 
 
@@ -201,10 +202,32 @@ def _check_place(name: str, what: str) -> None:
         return
     if path.is_file():
         raise KvfoldError(f"cannot load {name!r}: a file; name the folder that holds the {what}")
+    # A name in a folder that is here is no hub id.
+    if path.suffix.lower() == ".gguf" and path.parent.is_dir():
+        raise KvfoldError(f"cannot load {name!r}: there is no such file{_near(name)}")
     try:
         validate_repo_id(name)
     except HFValidationError as problem:
-        raise KvfoldError(f"cannot load {name!r}: there is no such folder") from problem
+        raise KvfoldError(
+            f"cannot load {name!r}: there is no such folder{_near(name)}"
+        ) from problem
+
+
+def _near(name: str) -> str:
+    """What to say of a name that is nearly that of a model beside it, or the bundled one's."""
+    path = Path(name)
+    with suppress(OSError, ValueError):
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        models = {each.stem: each for each in beside if _is_model(each)}
+        if near := get_close_matches(path.stem, models, n=1):
+            return f"; did you mean {str(models[near[0]])!r}?"
+        if get_close_matches(name.lower(), [BUNDLED]):
+            return f"; did you mean {BUNDLED!r}?"
+    return ""
+
+
+def _is_model(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" or _holds_model(path)
 
 
 def _holds_model(folder: Path) -> bool:
@@ -232,7 +255,8 @@ def _from_pretrained(
             raise
         first_line = str(problem).strip().partition("\n")[0]
         raise KvfoldError(
-            f"cannot load {name!r}: there is no such folder, and from the hub: {first_line}"
+            f"cannot load {name!r}: there is no such folder, and from the hub: "
+            f"{first_line}{_near(name)}"
         ) from problem
 
 

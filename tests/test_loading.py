@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 import kvfold
 from kvfold.errors import KvfoldError
-from kvfold.loading import Loading, check_reachable, load, load_tokenizer
+from kvfold.loading import Loading, check_name, check_reachable, load, load_tokenizer
 from tests.helpers.commands import refused, run_json
 from tests.helpers.models import build
 from tests.helpers.tokenizers import word_tokenizer
@@ -223,3 +223,30 @@ def test_a_hub_id_is_refused_at_once_while_the_hub_does_not_answer(monkeypatch, 
     (tmp_path / "models--some--model").mkdir()  # downloaded before
     check_reachable("some/model")
     assert len(asked) == 3
+
+
+def test_a_mistyped_file_or_folder_is_told_what_is_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").touch()
+    (tmp_path / "model-q4.gguf").touch()
+    (tmp_path / "smollm2.txt").touch()
+    for name, said in (
+        ("smolm2", "there is no such folder; did you mean '.*/smollm2'\\?$"),
+        ("model_q4.gguf", "there is no such file; did you mean '.*/model-q4.gguf'\\?$"),
+        ("none.gguf", "there is no such file$"),
+        ("another", "there is no such folder$"),
+    ):
+        with pytest.raises(KvfoldError, match=said):
+            check_name(str(tmp_path / name), Loading())
+    with pytest.raises(KvfoldError, match="there is no such file"):
+        check_name("none-at-all.gguf", Loading())
+
+
+def test_a_mistyped_bundled_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", silent)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(KvfoldError, match=r"check the name; did you mean 'bundled'\?"):
+        load("bundeld")

@@ -168,8 +168,12 @@ def _check_out(out: Path, picture: bool) -> None:
 
 
 def words(text: str) -> list[str]:
-    """The distinct words of `text`, split at spaces and commas; raises KvfoldError for none."""
-    found = [part for part in re.split(r"[\s,]+", text) if part]
+    """The distinct words of `text`, split at spaces and commas; raises KvfoldError for none.
+
+    A number and its unit are one word: "10 %" is "10%".
+    """
+    joined = re.sub(r"(?<=\d)\s+(?=(%|[KMGT]?I?B\b))", "", text, flags=re.IGNORECASE)
+    found = [part for part in re.split(r"[\s,]+", joined) if part]
     if not found:
         raise KvfoldError("an empty list: name at least one")
     return list(dict.fromkeys(found))

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from kvfold.cli.compress_budgets import budgets_of, compress_to_budgets, paths_of
-from kvfold.cli.console import kept_per_layer, progress, size, stats_json, table
+from kvfold.cli.console import (
+    kept_per_layer,
+    progress,
+    say_ask,
+    size,
+    stats_json,
+    table,
+    watched,
+)
 from kvfold.cli.options import (
     BUDGET_HELP,
     AllowLonger,
@@ -43,8 +48,6 @@ from kvfold.terminal import console, messages, print_json
 from kvfold.writing import check_place, has_content
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from kvfold.jobs.compress import CompressJob, Job, LevelJob
     from kvfold.methods.stages.select.one_set import Rule
 
@@ -260,7 +263,7 @@ def _compress_one(
 
     network, tokenizer = load(model, loading, among_ranks=True)
     check_same(there, network, tokenizer)
-    with progress(notes) as bar, _watched(network, bar):
+    with progress(notes) as bar, watched(network, bar):
         context = job.made(network, tokenizer)
     path = job.path
     context.save(path, codec=job.codec)
@@ -291,26 +294,5 @@ def _compress_one(
     made = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
     for row in rows:
         made.add_row(*row)
-    out = console()
-    out.print(made)
-    asked = shlex.join(["kvfold", "ask", model, str(path), "QUESTION"])
-    out.print(f"{path}: ask it with `{asked}`.", soft_wrap=True)
-
-
-@contextmanager
-def _watched(model: PreTrainedModel, bar: Progress) -> Iterator[None]:
-    """Shows in the bar how many tokens the model has read."""
-    from kvfold.hf.versions import given_cache
-
-    task = bar.add_task("reading", total=None)
-
-    def after_forward(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
-        cache = given_cache(options)
-        if cache is not None:
-            bar.update(task, description=f"reading, {cache.get_seq_length():,} tokens so far")
-
-    hook = model.register_forward_hook(after_forward, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    console().print(made)
+    say_ask(model, path)

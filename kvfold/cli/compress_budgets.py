@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvfold.cli.console import progress, size, stats_json, table
+from kvfold.cli.console import progress, say_ask, size, stats_json, table, watched
 from kvfold.cli.options import checked
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
@@ -60,8 +60,7 @@ def compress_to_budgets(
     network, tokenizer = load(model, loading)
     check_same(there, network, tokenizer)
     made: list[dict[str, Any]] = []
-    with progress(notes) as bar:
-        bar.add_task("reading", total=None)
+    with progress(notes) as bar, watched(network, bar):
         contexts = compress_each(
             network,
             tokenizer,
@@ -88,3 +87,4 @@ def compress_to_budgets(
         kept = f"{each['stats'].kept_fraction:.1%}"
         shown.add_row(str(each["file"]), each["stats"].budget, kept, size(each["bytes"]))
     console().print(shown)
+    say_ask(model, made[0]["file"])

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import counted, size, stats_json, table
+from kvfold.cli.console import counted, say_ask, size, stats_json, table
 from kvfold.cli.options import read_text
 from kvfold.contexts.files.format import check_context_place
 from kvfold.errors import KvfoldError
@@ -86,6 +86,9 @@ def compress_many(
         print_json([_as_json(made) for made in found])
     else:
         _show(console(), found)
+        written = [made.path for made in found if made.stats is not None]
+        if written:
+            say_ask(model, min(written))
     if any(made.why for made in found):
         raise typer.Exit(1)
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,9 +28,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvfold.terminal import messages
+from kvfold.terminal import console, messages
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvfold.cache.stats import Stats
 
 
@@ -142,3 +146,28 @@ def kept_per_layer(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[str, s
         count = f"{low}" if low == high else f"{low} to {high}"
         lines.append((name, f"{count} per KV head"))
     return lines
+
+
+@contextmanager
+def watched(model: PreTrainedModel, bar: Progress) -> Iterator[None]:
+    """Shows in the bar how many tokens the model has read."""
+    from kvfold.hf.versions import given_cache
+
+    task = bar.add_task("reading", total=None)
+
+    def after_forward(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+        cache = given_cache(options)
+        if cache is not None:
+            bar.update(task, description=f"reading, {cache.get_seq_length():,} tokens so far")
+
+    hook = model.register_forward_hook(after_forward, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def say_ask(model: str, path: Path) -> None:
+    """Prints the command that asks a context file."""
+    asked = shlex.join(["kvfold", "ask", model, str(path), "QUESTION"])
+    console().print(f"{path}: ask it with `{asked}`.", soft_wrap=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import textwrap
 import time
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cache.stats import OVER_BUDGET
+from kvfold.cli.bench import words
 from kvfold.cli.console import progress, size, table
 from kvfold.cli.options import ModelOption, ModelPlace, model_of, read_text
 from kvfold.errors import KvfoldError
@@ -116,12 +116,12 @@ def _limits(text: str) -> list[str]:
     """The budgets in `text`, split at spaces and commas; raises KvfoldError for a bad one."""
     from kvfold import Budget
 
-    limits = [part for part in re.split(r"[\s,]+", text) if part]
-    if not limits:
+    if not text.strip(" ,"):
         raise KvfoldError('no budgets: write for example --budgets "0.5 0.2 0.1"')
+    limits = words(text)
     for limit in limits:
         Budget.of(limit)
-    return list(dict.fromkeys(limits))
+    return limits
 
 
 def _check(trial: DemoTrial, limits: list[str]) -> None:

@@ -30,6 +30,7 @@ def command(
 
     if name is not None:
         if "+" in name:
+            parse(name)
             raise KvfoldError(f"{name} is several methods: name one of them")
         name = with_known_names(name)
         shown_method = parse(name) if ":" in name else preset(name)

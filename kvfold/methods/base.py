@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.option_values import as_text, check_options, from_text
-from kvfold.methods.registry import preset, registered, with_known_names
+from kvfold.methods.registry import plus_of, preset, registered, with_known_names
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
@@ -339,6 +339,8 @@ def parse(spec: str | Method) -> Method:
             f"a method is a text, or an instance of a class derived from kvfold.Method, not "
             f"{str(spec)[:60]!r}: {known}"
         )
+    if (named := plus_of(spec)) is not None:
+        raise KvfoldError(f"an empty method name in {spec!r}, where + composes: write {named!r}")
     parts = [_parse_one(part.strip()) for part in spec.split("+")]
     for part in parts:
         check_options(part, called(part))

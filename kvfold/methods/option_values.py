@@ -34,6 +34,8 @@ IN_WORDS: dict[Any, str] = {
 # Characters of a file name that a method's text reads otherwise: between methods and options, white
 # space around a value, and a percent sign that looks like an escape
 MARKS = re.compile(r"[+,]|\A\s+|\s+\Z|%(?=[0-9A-Fa-f]{2})")
+# What is given beside a method, by this name and by other libraries'
+BUDGETS = ("budget", "ratio", "compression_ratio")
 TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # Kinds of the classes that were asked for: resolving hints takes longer than all else here
 _KINDS: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
@@ -79,6 +81,11 @@ def check_options(method: Method, name: str) -> None:
 def from_text(method: Method, option: str, text: str) -> Any:
     """Value of a method's `option` that a text spells; raises KvfoldError for any other text."""
     kinds = kinds_of(type(method))
+    if option not in kinds and option in BUDGETS:
+        raise KvfoldError(
+            f"{option} is no option of a method: the budget stands beside it, budget=0.2 or "
+            "--budget 0.2"
+        )
     if option not in kinds:
         raise KvfoldError(
             f"{method.name} has no option {option!r}; it has {', '.join(kinds) or 'none'}"

@@ -28,8 +28,33 @@ if TYPE_CHECKING:
 
 # Package of kvfold's own methods
 OWN = "kvfold.methods"
+# Names that kvpress and transformers have for methods, in letters without "press", where kvfold
+# has others
+ELSEWHERE = {
+    **dict.fromkeys(("none", "dynamic", "dynamiccache", "fullcache"), "full"),
+    **dict.fromkeys(("quantized", "quantizedcache", "quantocache", "hqqcache"), "kivi"),
+    **dict.fromkeys(("sink", "sinks", "sinkcache", "attentionsinks"), "streaming_llm"),
+    "chunk": "snapkv + chunkwise",
+    "compressionratiodecoding": "snapkv + every",
+    "criticaladakv": "snapkv + criticalkv + adakv",
+    "decoding": "snapkv + every",
+    "dms": "zap_threshold",
+    "duoattention": "duo",
+    "keyrerotation": "snapkv + reindex",
+    "kvzap": "zap",
+    "leveragescore": "leverage",
+    "lukv": "snapkv + curve",
+    "merging": "snapkv + merge",
+    "noncausalattn": "non_causal",
+    "observedattention": "h2o:recent=0,normalize=visible_queries",
+    "perlayercompression": "snapkv + sizes",
+    "prefilldecoding": "snapkv + every",
+}
 # Entry-point group: its entries name modules, or classes in them, that register methods
 PLUGINS = "kvfold.methods"
+
+# A method's name in a text, however it is spelled
+NAME = r"[A-Za-z][\w-]*(?: [\w-]+)*"
 
 M = TypeVar("M", bound="type[Method]")
 
@@ -102,8 +127,10 @@ def meant(name: str) -> str:
     if (known := _known(name)) in _registry():
         return known
     by_letters = {_letters(each): each for each in _registry()}
-    near = difflib.get_close_matches(_letters(name).removesuffix("press"), by_letters, n=3)
-    named = " or ".join(repr(by_letters[each]) for each in near)
+    bare = _letters(name.partition("(")[0]).removesuffix("press")
+    meant_by = by_letters | ELSEWHERE
+    near = [bare] if bare in meant_by else difflib.get_close_matches(bare, by_letters, n=3)
+    named = " or ".join(repr(meant_by[each]) for each in near)
     raise KvfoldError(
         f"unknown method {name!r}: {f'did you mean {named}? ' if near else ''}`kvfold methods` "
         "lists them, and --import MODULE (kvfold.register) adds your own"
@@ -138,14 +165,22 @@ def listed(text: str) -> list[str]:
     A comma separates methods if a method's name follows it, not an option or a number. Names are
     those registered, however they are spelled.
     """
-    parts = re.split(r",(?=\s*[A-Za-z][\w-]*\s*(?:[:,+]|$))", text)
+    parts = re.split(rf",(?=\s*{NAME}\s*(?:[:,+]|$))", text)
     found = (re.sub(r"\s+,", ",", part.strip(" ,")) for part in parts)
     return [with_known_names(part) for part in found if part]
 
 
 def with_known_names(text: str) -> str:
     """A method's text such as "SnapKV:window=16 + every", in registered names; others stay."""
-    return re.sub(r"(?<![^+])(\s*)([A-Za-z][\w-]*)", lambda part: part[1] + _known(part[2]), text)
+    return re.sub(rf"(?<![^+])(\s*)({NAME})", lambda part: part[1] + _known(part[2]), text)
+
+
+def plus_of(text: str) -> str | None:
+    """The preset `NAME_plus` where a text has `NAME+`, as "KVzip+"; None without one."""
+    for found in re.finditer(rf"({NAME})\+\s*(?=\+|$)", text):
+        if registered(named := f"{_known(found[1])}_plus") is not None:
+            return named
+    return None
 
 
 def import_methods(module: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
+from kvfold.cli.bench import words
 from kvfold.cli.demo_page import PAGE
 from kvfold.cli.options import read_text
 from kvfold.jobs.outputs import OF_PAGES, check_own
@@ -75,6 +76,9 @@ def untouched(*arguments: str) -> str:
         (("eval", "--tasks", "niah", "--haystack", "absent"), "no such file or folder: absent"),
         (("eval", "--tasks", "jsonl", "--data", "absent.jsonl"), "there is no file absent.jsonl"),
         (("eval", "--tasks", "niah", "--lengths", "many"), "no positive whole number"),
+        (("run", "./absent.gguf", "--budget", "0.2", "--prompt", "a"), "there is no such file"),
+        (("run", "bundled", "--budget", "0,2", "--prompt", "a"), "with a point"),
+        (("methods", "KVzip+"), "write 'kvzip_plus'"),
         (("serve", "bundled", "--method", "nope"), "unknown method 'nope'"),
         (("serve", "bundled", "--method", "snapkv", "--budget", "5"), "at least 32"),
         (("serve", "bundled", "--budget", "much"), "cannot read 'much'"),
@@ -98,6 +102,10 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in untouched(*arguments)
+
+
+def test_a_number_and_its_unit_are_one_word_of_a_list() -> None:
+    assert words("10 %, 0.2 512,1 GiB  2GiB 10%") == ["10%", "0.2", "512", "1GiB", "2GiB"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf-8-sig"])

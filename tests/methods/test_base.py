@@ -146,7 +146,7 @@ def test_case_hyphens_and_press_make_no_difference(spelled, name):
 
 def test_at_most_three_near_names_are_told():
     with pytest.raises(KvfoldError) as refusal:
-        parse("ObservedAttentionPress")
+        parse("SnapKVVPress")
     told = str(refusal.value)
     assert 1 <= told.count(" or ") <= 2
     assert "`kvfold methods`" in told and "--import MODULE" in told and len(told) < 300

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods: the registry, the texts that name them, and what does not fit together."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
 
 import kvfold
+from kvfold import KvfoldError
+from kvfold.methods.base import parse, parts_of
 from kvfold.methods.registry import listed
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_methods_are_listed_by_name():
@@ -38,6 +47,47 @@ def test_names_in_a_list_are_those_registered():
         "h2o",
         "unknown",
     ]
+
+
+def test_names_of_several_words_stay_in_their_part_of_a_list():
+    assert listed("knorm,Expected Attention, Snap KV Press:window=4,kernel=3 + KIVI,H2O") == [
+        "knorm",
+        "expected_attention",
+        "snapkv:window=4,kernel=3 + kivi",
+        "h2o",
+    ]
+
+
+def test_names_of_kvpress_lead_to_those_of_kvfold():
+    table = tomllib.loads((DOCS / "kvpress.toml").read_text("utf-8"))
+    for row in table["press"]:
+        name = re.match(r"\w+", row["name"])[0]
+        if row["spec"] and name != "ComposedPress":  # which is a plus sign
+            try:
+                found = str(parse(name))
+            except KvfoldError as refused:
+                found = str(refused)
+            wanted = {part.name for part in parts_of(parse(row["spec"]))}
+            assert any(each in found for each in wanted), (name, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ObservedAttentionPress", "did you mean 'h2o:recent=0,normalize=visible_queries'?"),
+        ("SnapKVPress(window_size=64)", "did you mean 'snapkv'?"),
+        ("QuantizedCache", "did you mean 'kivi'?"),
+        ("none", "did you mean 'full'?"),
+        ("snapkv:compression_ratio=0.5", "the budget stands beside it"),
+        ("KVzip+", "write 'kvzip_plus'"),
+        ("KVzip+ + level", "write 'kvzip_plus'"),
+        ("snapkv+", "an empty method name"),
+    ],
+)
+def test_what_is_meant_is_told(name, said):
+    with pytest.raises(KvfoldError) as refused:
+        parse(name)
+    assert said in str(refused.value)
 
 
 def test_the_list_is_a_copy():
