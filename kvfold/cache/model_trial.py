@@ -8,10 +8,11 @@ cache classes of the model's own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -21,9 +22,11 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import read_tokens
 from kvfold.hf.recurrent import note_restarts
 from kvfold.hf.rope_deltas import left_alone
+from kvfold.hf.stock_layers import attributes
 
 METHOD, BUDGET = "local_window", 4
 FORWARDS = (6, 1, 2)  # tokens: a prompt that is evicted from, a decode step, a later turn
+TOKENS = sum(FORWARDS)
 
 _tried: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -43,6 +46,8 @@ class EntryShape(NamedTuple):
 
 
 _shapes: WeakKeyDictionary[PreTrainedModel, list[EntryShape]] = WeakKeyDictionary()
+# Attributes of the other layers by their indices, tensors without their data.
+_others: WeakKeyDictionary[PreTrainedModel, dict[int, dict[str, Any]]] = WeakKeyDictionary()
 
 
 def untried(model: PreTrainedModel) -> bool:
@@ -56,6 +61,14 @@ def untried(model: PreTrainedModel) -> bool:
 def entry_shapes(model: PreTrainedModel) -> list[EntryShape] | None:
     """Shapes of the compressed layers, as the trial found them; None if there was none."""
     return _shapes.get(model)
+
+
+def other_layers(model: PreTrainedModel) -> dict[int, dict[str, Any]]:
+    """Attributes of layers that are not compressed, by index, after `TOKENS`; {} without a trial.
+
+    Tensors are on the device meta.
+    """
+    return _others.get(model, {})
 
 
 def run(model: PreTrainedModel, cache: Cache) -> None:
@@ -93,11 +106,20 @@ def _read(model: PreTrainedModel, cache: Cache) -> None:
         ) from problem
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     seen = {layer.get_seq_length() for layer in layers}
-    if seen != {sum(FORWARDS)}:
+    if seen != {TOKENS}:
         raise UnsupportedModel(
             f"{name} does not write every token to every layer of its cache: nothing to compress"
         )
     _shapes[model] = [EntryShape.of(layer) for layer in layers]
+    _others[model] = {
+        index: {name: _without_data(value) for name, value in attributes(layer).items()}
+        for index, layer in enumerate(cache.layers)
+        if not isinstance(layer, CompressedLayer)
+    }
+
+
+def _without_data(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def _problem_without_cache(model: PreTrainedModel) -> Exception | None:

@@ -26,11 +26,14 @@ def learned_positions(model: Any) -> int | None:
 def check_tokens(model: Any, ids: Tensor) -> None:
     """Raises KvfoldError for `ids` of tokens that the model has no embedding for."""
     rows = getattr(_embeddings(model), "num_embeddings", None)
-    if rows is None or ids.numel() == 0 or int(ids.max()) < rows:
+    if rows is None or ids.numel() == 0:
+        return
+    least, most = torch.stack(ids.aminmax()).tolist()  # a GPU is waited for once
+    if 0 <= least and most < rows:
         return
     # Some models put images in place of tokens that have no embedding.
     own = torch.tensor(placeholder_tokens(model), device=ids.device, dtype=ids.dtype)
-    beyond = ids[(ids >= rows) & ~torch.isin(ids, own)]
+    beyond = ids[((ids < 0) | (ids >= rows)) & ~torch.isin(ids, own)]
     if beyond.numel():
         raise KvfoldError(
             f"token {int(beyond[0])} has no embedding, as {type(model).__name__} has {rows}: use "

@@ -160,6 +160,17 @@ def _detached(value: Any) -> Any:
     return [_detached(each) for each in value] if type(value) is list else value
 
 
+def attributes(layer: Any) -> dict[str, Any]:
+    """What a layer holds by name, dicts flattened to names `attribute/key`."""
+    flat: dict[str, Any] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}/{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
 def reset_layers(layers: Iterable[Any]) -> None:
     """Empties all layers; before transformers 5.18 windows would keep zeros in their place."""
     for layer in layers:

@@ -52,12 +52,14 @@ def test_plain_generate_is_stopped_in_a_line(gpt2: Any) -> None:
         gpt2.generate(ids, past_key_values=cache, max_new_tokens=9, min_new_tokens=9)
 
 
-def test_tokens_without_an_embedding_are_named_before_anything_is_read() -> None:
+@pytest.mark.parametrize("beyond", [2, None])
+def test_tokens_without_an_embedding_are_named_before_anything_is_read(beyond: int | None) -> None:
     model, tokenizer = kvfold.bundled_model()
     rows = model.get_input_embeddings().num_embeddings
     ids = torch.arange(3, 43)[None]
-    ids[0, 30] = rows + 2
-    said = f"token {rows + 2} has no embedding, as LlamaForCausalLM has {rows}"
+    token = -100 if beyond is None else rows + beyond  # -100 as in labels
+    ids[0, 30] = token
+    said = f"token {token} has no embedding, as LlamaForCausalLM has {rows}"
     for chunk in (None, 8):
         cache = kvfold.CompressedCache(model, "knorm", 20)
         with pytest.raises(KvfoldError, match=said):

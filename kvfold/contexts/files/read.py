@@ -17,7 +17,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fits import Fits
 from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.model_trial import EntryShape, entry_shapes
+from kvfold.cache.model_trial import EntryShape, entry_shapes, other_layers
 from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
@@ -36,6 +36,7 @@ from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.header import model_differences, rope_differences
 from kvfold.hf.identity import model_header, rope_header
+from kvfold.hf.lookups import check_tokens
 from kvfold.hf.models import layer_device
 from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.views import Named
@@ -90,7 +91,7 @@ def read(
     if header.has_prefix:
         cache.phase.prefix = _prefix(file).to(model.device, copy=True)
     cache.per_chunk = header.per_chunk
-    ids = file.tensor("ids").long()[None].to(model.device)
+    ids = _ids(file, model)[None].to(model.device)
     cache.phase.history = History(ids).compact()
     cache.binding.frame = header.frame
     return Context(model, tokenizer, cache, header.frame, ids, header.level)
@@ -102,6 +103,18 @@ def _prefix(file: ContextFile) -> Tensor:
     if prefix.shape != (1,) or not 0 <= float(prefix) <= file.header.seen:
         raise file.damaged("it has more leading tokens than tokens")
     return prefix
+
+
+def _ids(file: ContextFile, model: PreTrainedModel) -> Tensor:
+    """The document's tokens `[N]`; raises ContextFileError for what are none of the model's."""
+    ids = file.tensor("ids")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise file.damaged(f"its tokens are of {ids.dtype}")
+    try:
+        check_tokens(model, ids.long())
+    except KvfoldError as problem:
+        raise file.damaged(f"{problem}") from problem
+    return ids.long()
 
 
 def keeps_scores(header: Header, method: Method) -> bool:
@@ -198,7 +211,7 @@ def _fill(
             f"{file.path} holds {len(by_index)} layers, "
             f"and the model's cache has {len(cache.layers)}"
         )
-    known = entry_shapes(model)
+    known, tried = entry_shapes(model), other_layers(model)
     shapes: Iterator[EntryShape | None] = repeat(None) if known is None else iter(known)
     for index, layer in enumerate(cache.layers):
         saved, device = by_index[index], layer_device(model, index)
@@ -218,6 +231,8 @@ def _fill(
             chosen = _of_other(file, saved, heads)
             by_head, whole = _tensors(file, f"others.{index}.", saved, chosen, device)
             others.restore(layer, saved, by_head, whole, device, header.seen)
+            part = None if heads is None else len(chosen)
+            others.check_restored(layer, tried.get(index, {}), header.seen, model.dtype, part)
         else:
             raise ContextFileError(f"{file.path} holds no {kind} at layer {index}")
     share_pairs(state.store for state in cache.states)

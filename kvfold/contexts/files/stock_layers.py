@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.cache.model_trial import TOKENS
 from kvfold.contexts.files.format import StockLayerHeader
 from kvfold.errors import ContextFileError
+from kvfold.hf.stock_layers import attributes
 from kvfold.kernels.views import Named
 
 # Attributes of shape [B, H, T, D], saved per KV head.
@@ -30,7 +32,7 @@ def describe(layer: Any, index: int) -> tuple[StockLayerHeader, Named, dict[str,
     by_head: Named = {}
     whole: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for name, value in _flat(vars(layer)).items():
+    for name, value in attributes(layer).items():
         if isinstance(value, Tensor) and name in BY_HEAD:
             by_head[name] = list(value[0])
         elif isinstance(value, Tensor):
@@ -67,7 +69,7 @@ def restore(
 
     Raises ContextFileError for an attribute, number or dtype that the layer cannot have.
     """
-    fresh = _flat(vars(layer))
+    fresh = attributes(layer)
     state: dict[str, Any] = {name: torch.stack(heads)[None] for name, heads in by_head.items()}
     state |= {name: tensor.clone() for name, tensor in whole.items()}
     for name, value in header.numbers.items():
@@ -90,6 +92,47 @@ def restore(
             setattr(layer, attribute, value)
 
 
+def check_restored(
+    layer: Any, trial: dict[str, Any], seen: int, dtype: torch.dtype, heads: int | None
+) -> None:
+    """Raises ValueError for a layer that is not as one of the model's own after `seen` tokens.
+
+    `trial` are the attributes of that layer after the trial's tokens, `dtype` is the model's;
+    `heads` are the KV heads of a part that was loaded.
+    """
+    found = attributes(layer)
+    for name, tried in trial.items():
+        value = found.get(name)
+        if isinstance(tried, Tensor) and isinstance(value, Tensor):
+            same = value.dtype in (tried.dtype, dtype)
+            same = same and _shape(name, value) == _shape(name, tried, heads)
+        elif isinstance(tried, torch.dtype):
+            same = value in (tried, dtype)
+        elif isinstance(tried, torch.device):
+            same = isinstance(value, torch.device)
+        else:  # a setting, or the tokens seen
+            counted = type(tried) is int and tried == TOKENS and value == seen
+            same = type(value) is type(tried) and (value == tried or counted)
+        if not same:
+            raise ValueError(f"a {type(layer).__name__} cannot have {_told(value)} as {name!r}")
+    if isinstance(trial.get("keys"), Tensor):
+        columns, held = layer.get_mask_sizes(0)[0], {layer.keys.shape[2], layer.values.shape[2]}
+        if held != {columns}:
+            raise ValueError(f"a {type(layer).__name__} holds {held} entries, not {columns}")
+
+
+def _shape(name: str, tensor: Tensor, heads: int | None = None) -> list[int]:
+    """The shape of a tensor; of entries `[B, H, T, D]` without their number."""
+    shape = list(tensor.shape)
+    if name not in BY_HEAD or len(shape) != 4:
+        return shape
+    return [shape[0], shape[1] if heads is None else heads, shape[3]]
+
+
+def _told(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+
+
 def _fits(value: Any, fresh: Any, most: int) -> bool:
     """True for a value that may follow a fresh layer's: settings stay, other numbers count."""
     if value is None or isinstance(value, bool) or isinstance(fresh, bool):
@@ -103,14 +146,3 @@ def _is_state(layer: Any, attribute: str, key: str) -> bool:
     if key:
         return key.isdigit() and isinstance(vars(layer).get(attribute), dict)
     return not attribute.startswith("__") and not callable(getattr(type(layer), attribute, None))
-
-
-def _flat(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes with dicts flattened to names `attribute/key`."""
-    flat: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}/{key}": inner for key, inner in value.items()}
-        else:
-            flat[name] = value
-    return flat
