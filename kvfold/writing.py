@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -29,19 +30,26 @@ SYSTEM = (Path("/dev"), Path("/dev/fd"), Path("/proc"), Path("/sys"))
 
 def check_place(path: Path) -> None:
     """Raises KvfoldError if no file can be written at `path`, a folder, or in none; as below."""
-    if not path.is_dir() and not path.parent.is_dir():
-        raise KvfoldError(f"cannot write {path}: there is no folder {path.parent}")
     check_replaceable(path)
-    check_folder(path.parent)
+    place = place_of(path)
+    if not place.parent.is_dir():
+        raise KvfoldError(f"cannot write {path}: there is no folder {place.parent}")
+    check_folder(place.parent)
+
+
+def place_of(path: Path) -> Path:
+    """The path that a file at `path` has: a link stays a link, to what is written."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def check_replaceable(*paths: Path) -> None:
     """Raises KvfoldError if something other than a regular file is at a path to write.
 
-    As a pipe, a device or a folder; a rename would put a file in its place.
+    As a pipe, a device or a folder; a rename would put a file in its place. Also for a name that
+    no file can have, and for links that lead to each other.
     """
     for path in paths:
-        with suppress(OSError):  # writing tells why
+        with _told(path):
             mode = path.stat().st_mode
             if not stat.S_ISREG(mode):
                 what = KINDS.get(stat.S_IFMT(mode), "no file")
@@ -51,9 +59,19 @@ def check_replaceable(*paths: Path) -> None:
                 raise KvfoldError(f"cannot write {path}: {folder} has no files of its own")
 
 
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """KvfoldError for a path that no file can have; of other errors writing tells why."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise KvfoldError(f"cannot write {path}: {problem.strerror}") from problem
+
+
 def has_content(path: Path) -> bool:
     """True for a regular file that is not empty."""
-    return path.is_file() and path.stat().st_size > 0
+    return os.path.isfile(path) and path.stat().st_size > 0  # Path's raises for a long name
 
 
 def check_kind(path: Path, mark: str, kind: str) -> None:
@@ -86,7 +104,12 @@ def check_folder(folder: Path) -> None:
     A trial file in it, or in the nearest folder above it, is removed again.
     """
     try:
-        nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        nearest = folder
+        for nearest in (folder, *folder.absolute().parents):
+            if nearest.exists():
+                break
+            if nearest.is_symlink():
+                raise KvfoldError(f"cannot write into {folder}: {nearest} is a link to nothing")
         with TemporaryFile(dir=nearest):
             pass
     except NotADirectoryError as problem:
@@ -103,6 +126,7 @@ def replacing(path: Path, rights: int | None = None) -> Iterator[Path]:
     written.
     """
     check_replaceable(path)
+    path = place_of(path)
     temporary = path.with_name(f".kvfold-{uuid.uuid4().hex}.tmp")  # short: the name may be long
     try:
         temporary.touch()

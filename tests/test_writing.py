@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 import kvfold
 from kvfold import KvfoldError
 from kvfold.jobs.records import RecordFile
-from kvfold.writing import check_place, check_replaceable, replacing, write_text
+from kvfold.writing import check_folder, check_place, check_replaceable, replacing, write_text
 from tests.helpers.commands import refused
 from tests.helpers.contexts import DOCUMENT
 
@@ -90,3 +91,54 @@ def test_what_users_name_is_refused_before_the_work(pipe, tmp_path):
     ):
         assert "it is a pipe" in refused(*command)
     assert is_pipe(pipe)
+
+
+def test_a_link_stays_one_to_what_is_written(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "folder" / "target"
+    link.symlink_to(target)
+    with pytest.raises(KvfoldError, match=r"cannot write .*link: there is no folder .*folder$"):
+        check_place(link)
+    target.parent.mkdir()
+    for text in ("once", "again"):
+        check_place(link)
+        write_text(link, text)
+        assert link.is_symlink() and target.read_text() == text
+    assert [each.name for each in target.parent.iterdir()] == ["target"]
+
+
+def test_links_that_lead_nowhere_and_long_names_are_refused_before_the_work(tmp_path):
+    loop, lost, long = tmp_path / "loop", tmp_path / "lost", tmp_path / ("a" * 256)
+    loop.symlink_to(loop)
+    lost.symlink_to(tmp_path / "none")
+    for path, told in ((loop, os.strerror(errno.ELOOP)), (long, os.strerror(errno.ENAMETOOLONG))):
+        with pytest.raises(KvfoldError, match=f"cannot write .*: {told}"):
+            check_place(path)
+    for folder in (loop, lost, lost / "deep"):
+        with pytest.raises(KvfoldError, match="is a link to nothing"):
+            check_folder(folder)
+    (tmp_path / "text").write_text("word " * 100)
+    (tmp_path / "more").write_text("word " * 100)
+    texts = str(tmp_path / "text"), str(tmp_path / "more")
+    for command in (
+        ["compress", "no/model", texts[0], "--out", str(long)],
+        ["compress", "no/model", texts[0], "--budgets", "0.5,0.2", "--out", str(long)[:-1]],
+        ["fit", "no/model", texts[0], "--words", "50", "--out", str(long)],
+        ["demo", "no/model", "--page", f"{long}.html"],
+    ):
+        assert refused(*command).endswith(os.strerror(errno.ENAMETOOLONG))
+    assert "there is no such folder" in refused("compress", "no/model", *texts, "--out", str(long))
+    for command in (["eval", "no/model", "--tasks", "niah_magic"], ["inspect", "no/model"]):
+        assert "is a link to nothing" in refused(*command, "--out", str(lost))
+    model, tokenizer = kvfold.bundled_model()
+    with pytest.raises(KvfoldError, match=os.strerror(errno.ENAMETOOLONG)):
+        kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40).save(long)
+    partial = tmp_path / ("a" * 250)  # its stopped fit has a longer name
+    with pytest.raises(KvfoldError, match=os.strerror(errno.ENAMETOOLONG)):
+        kvfold.fit_scorer(model, tokenizer, ["text and more " * 60] * 4, partial)
+
+
+def test_no_option_for_a_place_is_empty():
+    for option in (["--out", ""], ["-o", ""], ["--out="]):
+        said = refused("compress", "no/model", "text", *option)
+        assert said == f"error: {option[0].rstrip('=')} is empty: give it a name"
+    assert "--page is empty" in refused("demo", "--page", "")

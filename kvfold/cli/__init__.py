@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from io import TextIOWrapper
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,7 @@ BUDGETS, METHODS = ("--budget", "--budgets"), ("--method", "--methods")
 # Options of kvfold by the names that other libraries have for them, and how they are given.
 OTHER_NAMES = dict.fromkeys(("--ratio", "--compression-ratio", "--compression_ratio"), BUDGETS)
 OTHER_NAMES["--press"] = METHODS
+PLACES = ("--out", "-o", "--page", "--folder")
 ADVICE = {
     "--budget": "budget is the part kept, --budget 0.6",
     "--budgets": "budgets are the parts kept, --budgets 0.6",
@@ -52,11 +54,17 @@ ADVICE = {
 class Commands(TyperGroup):
     """The command group. A KvfoldError ends a command with one line and exit code 2."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments, and notes them as they were given."""
+        self.given = [*args]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Runs the command; Ctrl-C ends it with exit code 130."""
         with warnings.catch_warnings():
             warnings.showwarning = _one_line
             try:
+                _check_named(self.given)
                 return super().invoke(ctx)
             except KvfoldError as refused:
                 errors().print(Text(f"error: {refused}", style="red"))
@@ -75,6 +83,16 @@ class Commands(TyperGroup):
                     raise
                 errors().print(Text(f"error: {told}", style="red"))
                 raise typer.Exit(2) from None
+
+
+def _check_named(given: list[str]) -> None:
+    """Raises KvfoldError for an empty place to write to, as of a variable that is not set.
+
+    A Path would make it the folder ".".
+    """
+    for option in PLACES:
+        if f"{option}=" in given or (option, "") in pairwise(given):
+            raise KvfoldError(f"{option} is empty: give it a name")
 
 
 def _ours(problem: Exception) -> str | None:

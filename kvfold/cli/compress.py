@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -229,7 +230,7 @@ def _file(document: Path, out: Path | None) -> Path:
     if out is None and str(document) == "-":
         raise KvfoldError("standard input has no name for the file: give --out")
     path = out or document.with_suffix(".kvfold")
-    if path.is_dir() and str(document) != "-":  # as with several documents
+    if os.path.isdir(path) and str(document) != "-":  # as with several documents
         path = path / document.with_suffix(".kvfold").name
     check_place(path)
     return path

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def compress_many(
     """
     if any(str(document) == "-" for document in documents):
         raise KvfoldError("standard input is one document: give no other, and no --ray")
-    if out is not None and not out.is_dir():
+    if out is not None and not os.path.isdir(out):
         raise KvfoldError(f"cannot write into {out}: there is no such folder")
     paths = [(out or path.parent) / f"{path.stem}.kvfold" for path in documents]
     twice = {path for path in paths if paths.count(path) > 1}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -131,9 +132,9 @@ def names(text: str) -> list[str]:
 def _folder(out: Path | None) -> Path:
     """The folder to write to; raises KvfoldError if it holds a page or picture already."""
     if out is None:
-        out = next(each for each in map(_numbered, count(1)) if not each.exists())
+        out = next(each for each in map(_numbered, count(1)) if not os.path.lexists(each))
     check_folder(out)
-    taken = [name for name in (PAGE, *PICTURES) if (out / name).exists()]
+    taken = [name for name in (PAGE, *PICTURES) if os.path.lexists(out / name)]
     if taken:
         raise KvfoldError(f"{out} already holds {taken[0]}: choose another folder with --out")
     return out

@@ -16,7 +16,8 @@ from kvfold.jobs.outputs import check_own
 from kvfold.terminal import messages, print_json
 from kvfold.writing import check_folder, check_replaceable
 
-PAGE, BESIDE = "index.html", ("records.csv", "report.md", "tasks.md")
+PICTURES = ("pareto-*.png", "pareto-*.svg", "needles-*.png")
+PAGE, BESIDE = "index.html", ("records.csv", "report.md", "tasks.md", *PICTURES)
 
 
 def command(
@@ -35,12 +36,10 @@ def command(
         from kvfold.report.write import write
     check_folder(out)
     check_own(out / PAGE)
-    check_replaceable(*(out / name for name in BESIDE))
-    theirs = next((name for name in BESIDE if (out / name).exists()), None)
+    check_replaceable(*(path for name in BESIDE for path in out.glob(name)))
+    theirs = next((path for name in BESIDE for path in sorted(out.glob(name))), None)
     if theirs and not (out / PAGE).exists():
-        raise KvfoldError(
-            f"{out / theirs} is there without a report's {PAGE}: choose another --out"
-        )
+        raise KvfoldError(f"{theirs} is there without a report's {PAGE}: choose another --out")
     results = load_results(records)
     with screen.status(f"drawing {len(results):,} records"):
         try:

@@ -18,7 +18,7 @@ from kvfold.fit.sums import RidgeSums
 from kvfold.hf.header import digest
 from kvfold.hf.identity import model_header
 from kvfold.reading import stable_path
-from kvfold.writing import check_kind, replacing
+from kvfold.writing import check_kind, check_replaceable, replacing
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import Features
@@ -50,6 +50,7 @@ class Progress:
         """
         path = out.with_name(f"{out.name}.partial")
         identity = [model_header(model).weights, str(model.dtype), target, seed, list(texts)]
+        check_replaceable(path)
         if not resume:
             check_kind(path, "about", "stopped fit")
         blank = cls(path, digest(json.dumps(identity)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,15 @@ from kvfold.errors import KvfoldError
 from kvfold.writing import check_replaceable
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def _is_json(text: bytes) -> bool:
+    """True for a whole JSON value, which no beginning of a record is."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class LoadedRecords(NamedTuple, Generic[M]):
@@ -45,8 +55,14 @@ class RecordFile(Generic[M]):
         whole, newline, rest = data.rpartition(b"\n")
         lines = whole.split(b"\n") if newline else []
         records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+        if rest and _is_json(rest):  # an editor has taken the line break
+            records.append(self._parsed(len(lines) + 1, rest))
+            self._append(b"\n")
+            return LoadedRecords(records, 0)
         if rest:
             opening = f'{{"{next(iter(self.kind.model_fields))}":'.encode()
+            if len(rest) < len(opening) and not lines:
+                raise KvfoldError(self._foreign(1))  # too short to tell
             if rest[: len(opening)] != opening[: len(rest)]:
                 raise KvfoldError(self._foreign(len(lines) + 1))
             os.truncate(self.path, len(data) - len(rest))
@@ -54,7 +70,9 @@ class RecordFile(Generic[M]):
 
     def add(self, records: Iterable[M]) -> None:
         """Appends records; returns after fsync. Raises KvfoldError if they cannot be written."""
-        lines = b"".join(record.model_dump_json().encode() + b"\n" for record in records)
+        self._append(b"".join(record.model_dump_json().encode() + b"\n" for record in records))
+
+    def _append(self, lines: bytes) -> None:
         check_replaceable(self.path)
         try:
             with self.path.open("ab") as file:

@@ -23,7 +23,7 @@ def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path: Path, subject: B
     store = RecordFile(path, RoundRecord)
     store.add([record(NOISE, cell=cell, subject=subject)])
     whole = path.read_bytes()
-    for length in (1, 5, len(whole) // 2, len(whole) - 1):
+    for length in (1, 5, len(whole) // 2, len(whole) - 2):
         path.write_bytes(whole + whole[:length])
         loaded = store.load()
         assert (len(loaded.records), loaded.torn) == (1, length)
@@ -33,7 +33,20 @@ def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path: Path, subject: B
     assert path.read_bytes().startswith(whole)
 
 
-@pytest.mark.parametrize("text", ["notes", "notes\n", '{"a": 1}\n', '{"a"'])
+def test_a_whole_last_line_without_its_break_stays(tmp_path: Path, subject: BenchModel) -> None:
+    path, cell = tmp_path / "r.jsonl", cell_of(subject)
+    store = RecordFile(path, RoundRecord)
+    store.add([record(each, cell=cell, subject=subject) for each in (NOISE, SNAPKV)])
+    whole = path.read_bytes()
+    path.write_bytes(whole.rstrip(b"\n"))
+    loaded = store.load()
+    assert ([r.label for r in loaded.records], loaded.torn) == ([NOISE, SNAPKV], 0)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "text", ["notes", "notes\n", '{"a": 1}\n', '{"a"', '{"session": 1, "b": 2}', "{", '{"s']
+)
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
