@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -21,7 +21,7 @@ from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_ans
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import settings_of
 from kvfold.generation.length import check_length
-from kvfold.hf.arguments import checked_arguments
+from kvfold.hf.arguments import checked_arguments, count_of
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
 
@@ -104,7 +104,7 @@ class Chat:
         **options: Any,
     ) -> Reply:
         """The answer with its white space, its tokens and why it ended; otherwise as `ask`."""
-        options |= {"max_new_tokens": max_new_tokens}
+        options |= {"max_new_tokens": count_of("max_new_tokens", max_new_tokens)}
         asked = self.question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
         kept = partial(self._turn_ids, question, answer_prefix, special_tokens) if keep else None
@@ -146,7 +146,7 @@ class Chat:
         Generation starts with the first `next`, in a thread. Closing the iterator ends the answer;
         its turn is then not kept.
         """
-        options |= {"max_new_tokens": max_new_tokens}
+        options |= {"max_new_tokens": count_of("max_new_tokens", max_new_tokens)}
         asked = self.question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
         kept = partial(self._turn_ids, question, answer_prefix, special_tokens) if keep else None
@@ -178,7 +178,9 @@ class Chat:
 
     def drop(self, turns: int = 1) -> None:
         """Drops the last `turns` kept turns; raises KvfoldError if there are fewer."""
-        if not 0 <= turns <= self.turns:
+        if not (isinstance(turns, int) and turns == 0):
+            turns = count_of("turns", turns)
+        if turns > self.turns:
             raise KvfoldError(f"{turns} turns cannot be dropped of {self.turns}")
         if turns:
             ids = self.ids[:, : self._before_turns[-turns]]
@@ -301,9 +303,13 @@ def check_one_answer(model: PreTrainedModel, options: dict[str, Any]) -> None:
         raise KvfoldError(f"a question has one answer: set {' and '.join(ONE_ANSWER)} to 1")
 
 
-def stop_strings(stop: str | Sequence[str]) -> Sequence[str]:
-    """Stop strings, of which a single one may be given by itself."""
-    return (stop,) if isinstance(stop, str) else stop
+def stop_strings(stop: str | Sequence[str] | None) -> Sequence[str]:
+    """Stop strings, of which a single one may be given by itself; KvfoldError for none of these."""
+    if stop is None or isinstance(stop, str):
+        return () if stop is None else (stop,)
+    if not (isinstance(stop, Collection) and all(isinstance(each, str) for each in stop)):
+        raise KvfoldError(f"stop takes a text or a list of texts, not {stop!r:.60}")
+    return tuple(stop)
 
 
 def discard(piece: str) -> None:

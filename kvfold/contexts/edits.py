@@ -97,8 +97,11 @@ def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:
     for methods that sum attention or move keys to other positions, for a whole that is too long for
     the model, and for entries that cannot be moved; see `kvfold.cache.edits.Edits`.
     """
-    if len(contexts) < 2:
-        raise KvfoldError("give at least two contexts to join")
+    from kvfold.contexts.context import Context
+
+    listed = isinstance(contexts, Sequence) and all(isinstance(c, Context) for c in contexts)
+    if not listed or len(contexts) < 2:
+        raise KvfoldError("give a list of at least two contexts to join: join([one, other])")
     first, *others = contexts
     cache, parts = first.cache, [first.ids]
     for each in contexts:

@@ -41,7 +41,7 @@ class ContextPipeline(Pipeline):
         questions: Sequence[str] | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        if isinstance(questions, str):
+        if questions is not None and not isinstance(questions, list | tuple):
             raise KvfoldError("questions= takes a list of texts: for one text, give question=")
         reading = {name: options.pop(name) for name in READING if name in options}
         reading |= {name: options[name] for name in BOTH if name in options}

@@ -35,7 +35,7 @@ from kvfold.errors import BudgetError, ContextFileError, KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.length import check_length
 from kvfold.generation.pieces import piece_of
-from kvfold.hf.arguments import checked_arguments
+from kvfold.hf.arguments import checked_arguments, count_of
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content, segment_ids, segments
@@ -99,6 +99,7 @@ class Session:
 
     # --- turns ------------------------------------------------------------------------------
 
+    @checked_arguments
     def ask(
         self,
         *messages: Message | str,
@@ -115,10 +116,11 @@ class Session:
         """
         given = [each if isinstance(each, Message) else Message(each) for each in messages]
         check_one_answer(self.context.model, options)
+        strings = stop_strings(stop)
         turn = self.open(given, special_tokens=special_tokens, allow_longer=allow_longer)
-        model, prompt, strings = self.context.model, turn.ids.shape[1], stop_strings(stop)
+        model, prompt = self.context.model, turn.ids.shape[1]
         said = AnswerStream(self.context.tokenizer, prompt, strings, discard, Event())
-        options |= {"max_new_tokens": max_new_tokens}
+        options |= {"max_new_tokens": count_of("max_new_tokens", max_new_tokens)}
         with turn.cache.frozen():
             generated = generate_answer(model, turn.cache, turn.ids, said, options)
         self.close(turn, said.finish(generated))

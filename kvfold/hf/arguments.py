@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -26,6 +26,8 @@ PARTS, METHODS = ("compression_ratio", "ratio"), ("press",)
 SYSTEMS, WHOLE = ("system", "system_prompt", "system_message"), "chat_template_kwargs"
 OF_TEMPLATES = (WHOLE, "template", "enable_thinking", "reasoning_effort", "tools", "documents")
 LENGTHS = ("max_tokens", "max_completion_tokens")  # of an answer
+# Keywords of kvfold, of functions beside those that take a cache or a context.
+OWN = ("budget", "method")
 LONGEST_NAME = 1024  # characters
 
 
@@ -35,15 +37,16 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     It then raises UnsupportedModel for a wrapper of torch.compile and for what is no model, and
     KvfoldError for other wrong ones and for keywords of other libraries.
     """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    bound = len(inspect.signature(function).parameters) - len(names)
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name != "self"]
+    bound = len(parameters) - len(names)
 
     @wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         _check_foreign(names, options)
         given = dict(zip(names, args[bound:], strict=False)) | options
         for place, name in enumerate(names):
-            if name in given:
+            if name in given and not (given[name] is None and parameters[name].default is None):
                 _check(name, given[name], _order(function, names, place))
         return function(*args, **options)
 
@@ -60,7 +63,7 @@ def _check(name: str, value: Any, order: str) -> None:
     if name == "model" and not isinstance(value, nn.Module):
         found = f"{order}, not {_shown(value)}"
         raise UnsupportedModel(f"{found}: load it first" if isinstance(value, str) else found)
-    if name == "tokenizer" and isinstance(value, nn.Module | str | Path):
+    if name == "tokenizer" and not (callable(value) and hasattr(value, "decode")):
         raise KvfoldError(f"{order}, not {_shown(value)}")
     if name in TEXTS:
         check_text(value)
@@ -89,6 +92,23 @@ def check_path(path: Any, what: str) -> None:
         raise KvfoldError(f"{what}, not {_shown(path)}")
     if isinstance(path, str) and not path.strip():
         raise KvfoldError("the file's name is empty: give for example document.kvfold")
+    try:
+        named = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise KvfoldError(f"no file can have the name {os.fspath(path)!r}: give another one")
+
+
+def count_of(name: str, given: Any) -> int:
+    """A count of Python's, numpy's or torch's; raises KvfoldError for what is none from 1 on."""
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise KvfoldError(f"{name} is a whole number from 1 on, not {_shown(given)}")
+    return count
 
 
 def _order(function: Callable[..., Any], names: list[str], place: int) -> str:
@@ -104,6 +124,7 @@ def _shown(value: Any) -> str:
 
 def _check_foreign(names: list[str], options: dict[str, Any]) -> None:
     """Raises KvfoldError for keywords that other libraries have for a budget or a method."""
+    later = any(each in names for each in ("cache", "question", "messages"))
     for name in options:
         if name in names:
             continue
@@ -111,10 +132,12 @@ def _check_foreign(names: list[str], options: dict[str, Any]) -> None:
             raise KvfoldError(f"{name}= is no argument here: {_of_prompt(name, names)}")
         if name in LENGTHS and "max_new_tokens" in names:
             raise KvfoldError(f"{name}= is no argument here: write max_new_tokens=")
-        if name not in (*PARTS, *METHODS):
+        if name not in (*PARTS, *METHODS, *(OWN if later else ())):
             continue
         wanted, why = 'method="snapkv"', "the method is a text"
-        if name in PARTS:
+        if name == "budget":
+            wanted, why = "budget=0.5", "it belongs to the cache"
+        elif name in PARTS:
             wanted, why = f"budget={_kept(name, options[name])}", "budget is the part kept"
         keyword, _, value = wanted.partition("=")
         found = next((each for each in (keyword, f"{keyword}s") if each in names), None)

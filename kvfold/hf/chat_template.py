@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.hf.template_arguments import check_spelled, json_arguments
+from kvfold.hf.template_arguments import check_named, check_spelled, json_arguments
 from kvfold.hf.user_text import ids_of, segments
 
 # Between a document and the question about it.
@@ -57,6 +57,8 @@ class PromptFrame:
         refuses or drops a `system` message; as `json_arguments`; and for control tokens spelled in
         either, unless `special_tokens`.
         """
+        arguments = {} if arguments is None else arguments
+        check_named(arguments)
         if not tokenizer.chat_template:
             if system is not None or arguments:
                 raise KvfoldError(
@@ -64,7 +66,7 @@ class PromptFrame:
                     "template's arguments"
                 )
             return cls(tokenizer.bos_token or "", "\n", "\n\n")
-        given = json_arguments(tokenizer, arguments or {})
+        given = json_arguments(tokenizer, arguments)
         if not special_tokens:
             check_spelled(tokenizer, system, given)
         first = [] if system is None else [("system", system)]
@@ -123,6 +125,7 @@ class PromptFrame:
         """
         system = self.system if system is None else system
         arguments = self.arguments if arguments is None else arguments
+        check_named(arguments)
         if (system, dict(arguments)) == (self.system, dict(self.arguments)):
             return True
         try:

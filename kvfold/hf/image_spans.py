@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
 from kvfold.hf import rope_deltas
+from kvfold.hf.arguments import checked_arguments
 
 # Settings of composite configurations that name the token of an image's, video's or sound's part.
 TOKENS = tuple(
@@ -16,6 +17,7 @@ TOKENS = tuple(
 )
 
 
+@checked_arguments
 def image_spans(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[int, int]]:
     """Spans `(start, stop)` of a prompt's image, video and audio tokens, for `protect=` and `fair`.
 

@@ -29,7 +29,7 @@ def check_tokens(model: Any, ids: Tensor) -> None:
     if rows is None or ids.numel() == 0:
         return
     least, most = torch.stack(ids.aminmax()).tolist()  # a GPU is waited for once
-    if 0 <= least and most < rows:
+    if least >= 0 and most < rows:
         return
     # Some models put images in place of tokens that have no embedding.
     own = torch.tensor(placeholder_tokens(model), device=ids.device, dtype=ids.dtype)

@@ -33,10 +33,7 @@ def json_arguments(
     Raises KvfoldError for anything else than JSON, for names that are not the template's, and for
     those that the template does not read.
     """
-    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
-        raise KvfoldError(
-            "arguments of a chat template are names and values, such as enable_thinking=false"
-        )
+    check_named(arguments)
     try:
         made: dict[str, Any] = json.loads(json.dumps(dict(arguments), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as problem:
@@ -54,6 +51,14 @@ def json_arguments(
                 f"{', '.join(sorted(read)) or 'no arguments'}"
             )
     return made
+
+
+def check_named(arguments: Any) -> None:
+    """Raises KvfoldError for anything else than names and values."""
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise KvfoldError(
+            'arguments of a chat template are names and values, such as {"enable_thinking": False}'
+        )
 
 
 def read_by(tokenizer: PreTrainedTokenizerBase) -> set[str]:

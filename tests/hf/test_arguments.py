@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import kvfold
 from kvfold.errors import KvfoldError
@@ -104,6 +106,77 @@ def test_keywords_of_the_prompt_are_named(pair: tuple[Any, Any], context: kvfold
         kvfold.begin_session(model, tokenizer, "Be brief.", system="a")  # type: ignore[call-arg]
     with pytest.raises(KvfoldError, match="apply_chat_template"):
         kvfold.generate(model, tokenizer("a", return_tensors="pt").input_ids, tools=[])
+
+
+def test_a_budget_and_a_method_belong_to_the_cache(
+    pair: tuple[Any, Any], context: kvfold.Context
+) -> None:
+    session = kvfold.begin_session(*pair, "The gate opens at noon. " * 8, budget=400)
+    for ask in (context.ask, context.chat().ask, session.ask):
+        for name, value in (("budget", 0.5), ("method", "snapkv"), ("press", "SnapKV")):
+            with pytest.raises(KvfoldError, match=f"{name}= is no argument here; .* leave it out"):
+                ask("When?", **{name: value})
+    ids = pair[1]("Hello there", return_tensors="pt").input_ids
+    with pytest.raises(KvfoldError, match=r"kvfold\.CompressedCache\(model, budget=0\.5\)$"):
+        kvfold.generate(pair[0], ids, budget=0.3)
+
+
+NO_COUNTS = (0, -1, 2.5, float("nan"), "8", b"8", [8], np.array([1, 2]), np.float32(8), object())
+
+
+def test_counts_texts_and_template_arguments_of_another_type_are_named(
+    pair: tuple[Any, Any], context: kvfold.Context
+) -> None:
+    ids = pair[1]("Hello there", return_tensors="pt").input_ids
+    for given in NO_COUNTS:
+        with pytest.raises(KvfoldError, match="max_new_tokens is a whole number from 1 on"):
+            context.ask("When?", max_new_tokens=given)
+        with pytest.raises(KvfoldError, match="max_new_tokens is a whole number from 1 on"):
+            cache = kvfold.CompressedCache(pair[0], "snapkv", 0.5)
+            kvfold.generate(pair[0], ids, cache=cache, max_new_tokens=given)
+    for given in NO_COUNTS[1:]:
+        with pytest.raises(KvfoldError, match="turns is a whole number from 1 on"):
+            context.chat().drop(given)
+    for given in (3, b"x", [1], Path("x"), object()):
+        with pytest.raises(KvfoldError, match="stop takes a text or a list of texts"):
+            context.ask("When?", stop=given)
+    for given in ("enable_thinking=false", 3, [("a", 1)], np.array([1, 2])):
+        with pytest.raises(KvfoldError, match="names and values"):
+            context.ask("When?", template=given)
+        with pytest.raises(KvfoldError, match="names and values"):
+            kvfold.compress(*pair, "A text.", "snapkv", 0.9, template=given)  # type: ignore[arg-type]
+    said = context.ask("When?", max_new_tokens=4)
+    assert said == context.ask("When?", max_new_tokens=np.int64(4), stop=None)
+    assert said == context.ask("When?", max_new_tokens=torch.tensor(4))
+
+
+@pytest.mark.parametrize("given", [3, b"x", ["a"], {}, object(), len, str, np.array([1])], ids=str)
+def test_what_is_no_tokenizer_is_named(
+    pair: tuple[Any, Any], context: kvfold.Context, given: Any, tmp_path: Path
+) -> None:
+    context.save(tmp_path / "a.kvfold")
+    for call in (
+        lambda: kvfold.load(tmp_path / "a.kvfold", pair[0], given),
+        lambda: kvfold.compress(pair[0], given, "A text."),
+        lambda: kvfold.begin_session(pair[0], given, "A text."),
+        lambda: kvfold.span(given, "A text.", "text"),
+    ):
+        with pytest.raises(KvfoldError, match=r"the tokenizer comes (first|second|third)"):
+            call()
+    with pytest.raises(KvfoldError, match="give a list of at least two contexts"):
+        kvfold.join(given)
+    with pytest.raises(KvfoldError, match="the model comes first: image_spans"):
+        kvfold.image_spans(given, given)
+
+
+def test_names_that_no_file_can_have_are_refused(
+    pair: tuple[Any, Any], context: kvfold.Context
+) -> None:
+    for path in ("a\0b", "a\ud800b", Path("a\0b")):
+        with pytest.raises(KvfoldError, match="no file can have the name"):
+            context.save(path)
+        with pytest.raises(KvfoldError, match="no file can have the name"):
+            kvfold.load(path, *pair)
 
 
 def test_a_file_s_name_is_no_document(pair: tuple[Any, Any], tmp_path: Path) -> None:
