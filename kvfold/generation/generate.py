@@ -38,7 +38,7 @@ from kvfold.generation.pieces import (
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, past_switch, resumption
 from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
-from kvfold.hf.arguments import checked_arguments, count_of
+from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.lookups import check_answer, check_tokens
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
@@ -97,8 +97,6 @@ def generate(
     """
     check_given(input_ids, cache, attention_mask, options)
     assert input_ids is not None and cache is not None
-    if options.get("max_new_tokens") is not None:
-        options["max_new_tokens"] = count_of("max_new_tokens", options["max_new_tokens"])
     chunk = piece_of(prefill_chunk, input_ids.shape[1])
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)

@@ -19,6 +19,7 @@ from kvfold.generation.assisted import ASSISTED
 from kvfold.generation.resume import Resumption
 from kvfold.hf import rope_deltas
 from kvfold.hf.adapters import OF_A_FORWARD, unwrapped
+from kvfold.hf.arguments import count_of
 from kvfold.methods.base import Method
 
 # Caches that a generation configuration may ask for, and transformers then makes none of.
@@ -32,7 +33,12 @@ BY_IDS = ("prefill_chunk", "compress", "compile", "reuse")
 def check_given(
     input_ids: Tensor | None, cache: object, mask: Tensor | None, options: dict[str, Any]
 ) -> None:
-    """Raises KvfoldError if cache or ids are missing or named otherwise, or ids are no prompts."""
+    """Raises KvfoldError if cache or ids are missing or named otherwise, or ids are no prompts.
+
+    Also for options of another type; the number of new tokens becomes an int of Python's.
+    """
+    if options.get("max_new_tokens") is not None:
+        options["max_new_tokens"] = count_of("max_new_tokens", options["max_new_tokens"])
     if "past_key_values" in options:
         raise KvfoldError("give the cache as cache=, not as past_key_values=")
     if not isinstance(cache, CompressedCache):

@@ -36,6 +36,7 @@ from kvfold.store.ragged import RaggedStore
 BY_HEAD, WHOLE = (*PER_ENTRY, *PER_HEAD), PER_ROW
 # Numbers that are saved and loaded under their own names.
 NUMBERS = ("evicted_at", "surplus", "over_budget", "turn_end", "next_round")
+ERRORS = ("error", "refit")  # what was measured of the entries
 # Queries of an answer that the next eviction's window reaches back to, and their columns.
 WINDOW, WINDOW_COLUMNS = "window_queries", "window_columns"
 # Moments of the prompt's queries that later evictions read, and the number of queries.
@@ -139,21 +140,27 @@ def check_restored(
     if shape is not None and found != shape:
         raise ValueError(f"{found}, where the model has {shape}")
     for count, (keys, values) in zip(counts, _of_heads(store), strict=True):
-        if {keys.dtype, values.dtype} != {dtype}:
+        if {each.dtype for each in (*keys, *values)} != {dtype}:
             raise ValueError(f"entries that are not of {dtype}")
-        if not count <= len(keys) == len(values):
-            raise ValueError(f"{len(keys)} keys and {len(values)} values of {count} entries")
+        held = sum(map(len, keys)), sum(map(len, values))
+        if not count <= held[0] == held[1]:
+            raise ValueError(f"{held[0]} keys and {held[1]} values of {count} entries")
+    for name in ERRORS:
+        numbers = getattr(layer.state, name)
+        if numbers is not None and not numbers.is_floating_point():
+            raise ValueError(f"{name} of {numbers.dtype}")
 
 
-def _of_heads(store: Store) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys `[n, D]` and values `[n, Dv]` of each segment, decoded."""
+def _of_heads(store: Store) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Keys `[n, D]` and values `[n, Dv]` of each segment, decoded, in one or two pieces."""
     if not isinstance(store, RaggedStore):
         keys, values = store.dense()
-        yield from zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
+        for of_head in zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True):
+            yield [of_head[0]], [of_head[1]]
         return
     view = store.segments()
     for i in range(len(view.keys.gaps)):
-        yield torch.cat(view.keys.pieces(i)), torch.cat(view.values.pieces(i))
+        yield view.keys.pieces(i), view.values.pieces(i)
 
 
 def _without_padding(state: LayerState, numbers: Tensor) -> list[Tensor]:

@@ -178,7 +178,7 @@ def test_tensors_that_do_not_fit_are_refused_or_answer_though_their_checksums_fi
     compressed(model, tokenizer, spec).save(path)
     first = {n: t for n, t in contents(path)[0].items() if n.startswith("layers.0.")}
     for name, tensor in first.items():
-        others = [tensor[None], tensor[..., :-1], tensor[:-1], tensor.double()]
+        others = [tensor[None], tensor[..., :-1], tensor[:-1], tensor.double(), tensor.char()]
         for other in others if len(tensor) else []:
             altered = forged(tmp_path / "b.kvfold", path, name, other.clone().contiguous())
             try:
@@ -187,7 +187,18 @@ def test_tensors_that_do_not_fit_are_refused_or_answer_though_their_checksums_fi
                 refused += 1
             else:
                 context.ask(QUESTION, max_new_tokens=2)
+                context.stats()
     assert refused > 2 * len(first)
+
+
+def test_measured_errors_of_another_type_are_refused(model, tokenizer, tmp_path):
+    path = tmp_path / "a.kvfold"
+    kvfold.compress(model, tokenizer, DOCUMENT, "snapkv:window=8 + match", 40).save(path)
+    refit = contents(path)[0]["layers.0.refit"]
+    altered = tmp_path / "b.kvfold"
+    forged(altered, path, "layers.0.refit", refit.char())
+    with pytest.raises(kvfold.ContextFileError, match=r"refit of torch\.int8"):
+        kvfold.load(altered, model, tokenizer)
 
 
 @pytest.mark.parametrize("spec", FORGED)
