@@ -125,7 +125,6 @@ class PromptFrame:
         """
         system = self.system if system is None else system
         arguments = self.arguments if arguments is None else arguments
-        check_named(arguments)
         if (system, dict(arguments)) == (self.system, dict(self.arguments)):
             return True
         try:
@@ -169,6 +168,8 @@ def check_same(
 
     Those that the template does not read are named.
     """
+    if arguments is not None:
+        check_named(arguments)
     if arguments is not None and arguments != frame.arguments and tokenizer.chat_template:
         arguments = json_arguments(tokenizer, arguments)
     if frame.is_of(tokenizer, system, arguments):
