@@ -44,7 +44,7 @@ class ModelBinding:
         self.tokenizer = tokenizer
         self.frame: PromptFrame | None = None
         self.image_tokens = tokens_off_columns(model)
-        self.rope = RopeLengths.of(model)
+        self.rope, self._longest = RopeLengths.of(model), 0
         self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
         self.read_by: ReadBy | None = None
@@ -77,15 +77,21 @@ class ModelBinding:
         if positions != "original" and not generated:
             self.check_images(ids, UNMOVED)
 
+    def read_in(self, seen: int) -> int:
+        """Columns of the longest text in which the first `seen` columns were read."""
+        return max(seen, self._longest) if seen else 0
+
     def check_rope(self, seen: int, tokens_read: Callable[[], Tensor | None], new: int) -> None:
         """Raises as `RopeLengths.check` for `new` columns behind `seen`, or behind its tokens."""
         if self.rope is None:
             return
-        self.rope.check(seen, seen + new)
+        longest = self.read_in(seen)
+        self.rope.check(seen, seen + new, longest)
         real = tokens_read()
         if real is not None:  # positions leave padding out, where the caller gives them
             tokens = int(real.sum(-1).max())
-            self.rope.check(tokens, tokens + new)
+            self.rope.check(tokens, tokens + new, longest - seen + tokens)
+        self._longest = max(longest, seen + new)
 
     def check_images(self, ids: Tensor | None, instead: str) -> None:
         """Raises UnsupportedModel if `ids [B, S]` hold an image that shifts later positions.

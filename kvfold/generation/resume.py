@@ -83,7 +83,7 @@ def past_switch(model: PreTrainedModel, resumed: Resumption, total: int, new: in
     cache, rope = resumed.cache, resumed.cache.binding.rope
     if rope is None:
         return resumed
-    rope.check(0, total + new)
+    rope.check(0, total + new, 0)
     switch = rope.switch_before(total + new)
     if switch and total - 1 <= switch and resumed.seen <= switch:
         raise UnsupportedModel(
@@ -91,14 +91,15 @@ def past_switch(model: PreTrainedModel, resumed: Resumption, total: int, new: in
             f"do not follow: this prompt of {total} tokens would pass that length while "
             f"generating {new}; use a longer prompt or fewer new tokens"
         )
-    if not 0 < resumed.seen <= switch:
+    read_in = cache.binding.read_in(resumed.seen)
+    if not resumed.seen or not rope.changes_between(read_in, total + new):
         return resumed
     if cache.phase.frozen or cache.phase.reading or text_config(model) is not model.config:
-        rope.check(resumed.seen, total + new)
+        rope.check(resumed.seen, total + new, read_in)
     try:
         cache.check_crop(-cache.get_seq_length())
     except KvfoldError:
-        rope.check(resumed.seen, total + new)
+        rope.check(resumed.seen, total + new, read_in)
     return Resumption(cache, 0, cache.method.stages().runs_own_forwards)
 
 

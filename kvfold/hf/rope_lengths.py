@@ -47,10 +47,10 @@ class RopeLengths:
         """Tokens of the last switch that a text of `total` passes; 0 if it passes none."""
         return max((switch for switch in self.switches if switch < total), default=0)
 
-    def check(self, seen: int, total: int) -> None:
+    def check(self, seen: int, total: int, read_in: int) -> None:
         """Raises UnsupportedModel if a text of `total` tokens goes on from other frequencies.
 
-        `seen` of its tokens were read before, and keep theirs.
+        `seen` of its tokens were read before, in a text of `read_in`, and keep their rotation.
         """
         if self.end is not None and total > self.end:
             raise UnsupportedModel(
@@ -58,12 +58,18 @@ class RopeLengths:
                 f"(dynamic NTK), which keys in a cache do not follow: a text of {total} tokens "
                 'is too long; shorten it, or load the model with rope_type "linear" or "yarn"'
             )
-        if 0 < seen <= self.switch_before(total):
+        if seen and self.changes_between(read_in, total):
+            kind = "longer" if read_in > total else "shorter"
             raise UnsupportedModel(
-                f"{self.name} changes its rotary frequencies past {self.switch_before(total)} "
-                f"tokens: the {seen} tokens in the cache were read by those of shorter texts and "
-                f"do not go with a text of {total}; read the whole text into a new cache"
+                f"{self.name} changes its rotary frequencies past "
+                f"{self.switch_before(max(read_in, total))} tokens: the {seen} tokens in the cache "
+                f"were read by those of {kind} texts and do not go with a text of {total}; read "
+                "the whole text into a new cache"
             )
+
+    def changes_between(self, one: int, other: int) -> bool:
+        """True if texts of these lengths are read by different frequencies."""
+        return self.switch_before(one) != self.switch_before(other)
 
 
 def _settings(config: Any) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -93,6 +95,27 @@ def test_a_forward_past_the_change_is_refused(name, seen):
         with pytest.raises(UnsupportedModel, match="read the whole text into a new cache"):
             model(**given, past_key_values=cache)
     assert cache.get_seq_length() == seen
+
+
+@notices_drops
+@switching
+@torch.no_grad()
+def test_what_a_longer_text_left_in_a_cropped_cache_is_read_anew_or_refused(name):
+    """Its first tokens keep the rotation of the longer text."""
+    model, (ids, _), (others, _) = MODELS[name](), prompts((60,)), prompts((15,), seed=5)
+    cache, text = CompressedCache(model, "full"), torch.cat([ids[:, :10], others], 1)
+    kvfold.generate(model, ids, cache=cache, **GREEDY)
+    got = kvfold.generate(model, text, cache=cache, reuse="prefix", **GREEDY)
+    assert torch.equal(got, model.generate(text, **GREEDY))
+    cache.reset()
+    model(ids, past_key_values=cache)
+    cache.crop(LIMIT - 60)
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
+    for each in copies:
+        model(ids[:, LIMIT : LIMIT + 1], past_key_values=each)  # as long as it was read for
+        each.crop(10 - each.get_seq_length())
+        with pytest.raises(UnsupportedModel, match="the 10 tokens in the cache .* longer texts"):
+            model(others, past_key_values=each)
 
 
 @notices_drops
