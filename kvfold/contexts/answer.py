@@ -126,7 +126,10 @@ class AnswerStream:
         # text of a token depends on the ones before it.
         self._start = self._read = 0
         self._cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        self._skipped = {*getattr(tokenizer, "all_special_ids", ())}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        # Some are special by their own, and have no name that `all_special_ids` goes by.
+        self._skipped = {token for token, kind in added.items() if kind.special}
+        self._skipped.update(getattr(tokenizer, "all_special_ids", ()))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """True `[1]` to stop; called after each token with all token ids `[1, N]`."""

@@ -59,6 +59,8 @@ def _cleaning(model: Any, decoder: Any, cleans: bool) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if decoder is not None:
         tokenizer.decoder = decoder
+    if not cleans:
+        tokenizer.add_special_tokens(["<|turn|>"])  # without a name, as "<|im_start|>" is
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
