@@ -71,7 +71,9 @@ def decompressed(data: bytes, size: int, by: Compressor) -> bytes:
 
 def compressed_tensor(tensor: Tensor, by: Compressor) -> Tensor:
     """A CPU tensor as a frame `[bytes]`, uint8: the first bytes of all numbers, then the next."""
-    numbers = tensor.reshape(-1, 1).view(torch.uint8)
+    # An empty tensor, or one of a number, may have strides that no view takes.
+    whole = tensor.reshape(-1, 1).clone(memory_format=torch.contiguous_format)
+    numbers = whole.view(torch.uint8)
     return _bytes_of(compressed([plane.numpy().tobytes() for plane in numbers.T], by))
 
 

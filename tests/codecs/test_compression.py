@@ -38,6 +38,15 @@ def test_tensors_come_back_bit_for_bit(by, dtype):
                 decompressed_tensor(frame, name, [*shape, 2], by)
 
 
+@pytest.mark.parametrize("by", BOTH)
+@pytest.mark.parametrize("shape", [(0, 1), (1,), (3,), (2, 1)])
+def test_tensors_of_any_strides_come_back(by, shape):
+    repeated = torch.ones(1).as_strided(shape, (0,) * len(shape))
+    for given_tensor in (repeated, torch.ones(4).as_strided(shape, (1, 0)[: len(shape)])):
+        frame = compressed_tensor(given_tensor, by)
+        assert torch.equal(decompressed_tensor(frame, "float32", list(shape), by), given_tensor)
+
+
 def test_a_frame_of_another_version_of_zstandard_is_read():
     pytest.importorskip("zstandard")
     assert decompressed(bytes.fromhex(OTHER_VERSION), len(TEXT), "zstd") == TEXT
