@@ -138,6 +138,8 @@ def _begins(
     ids = _ids(args, kwargs)
     given = kwargs.get("inputs_embeds") if ids is None else ids
     if not torch.compiler.is_compiling():
+        if mask is not None and given is not None:
+            _check_shape(mask, *given.shape[:2])
         _check_positions(cache, kwargs, mask)
     cache.forward_begins(
         ids, mask if isinstance(mask, Tensor) else None, 0 if given is None else given.shape[1]
@@ -146,6 +148,22 @@ def _begins(
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None
     return args, kwargs | {"logits_to_keep": 0}
+
+
+def _check_shape(mask: Any, rows: int, new: int) -> None:
+    """Raises KvfoldError for a mask that is none of `rows` rows, by whose columns it is checked."""
+    given = type(mask).__name__
+    if isinstance(mask, Tensor):
+        given = f"{mask.dtype} {list(mask.shape)}"
+        whole = mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point())
+        if mask.dim() == 2 and len(mask) == rows:
+            return
+        if whole and len(mask) in (1, rows) and mask.shape[2] in (1, new):
+            return
+    raise KvfoldError(
+        f"attention_mask is a {given}: give a tensor [{rows}, N] of the cache's columns and the "
+        f"new ones, or [{rows}, 1, {new}, N] of bool or floating point"
+    )
 
 
 def _check_positions(cache: ToldOfForwards, given: dict[str, Any], mask: Any) -> None:

@@ -35,7 +35,7 @@ class _CheckedRead:
         self, input_ids: Tensor, config: Any, given: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         cache = given_cache(given)
-        if isinstance(cache, ToldOfForwards) and cache.get_seq_length() > 0:
+        if isinstance(cache, ToldOfForwards):
             _check(cache, input_ids, config, given)
         return getattr(type(self.model), READ)(
             self.model, input_ids, config, given, *args, **kwargs
@@ -54,9 +54,9 @@ def _check(cache: ToldOfForwards, ids: Tensor, config: Any, given: dict[str, Any
     if columns is None or (embeds is None and columns == seen + total):
         return
     if columns != total:
+        later = f", or, behind the {seen} that the cache has read, new tokens and a mask of "
         raise KvfoldError(
             f"attention_mask has {columns} columns, and the prompt {total}: give the whole "
-            f"conversation and a mask of its length, or, behind the {seen} that the cache has "
-            f"read, new tokens and a mask of {seen + total}"
+            f"conversation and a mask of its length{f'{later}{seen + total}' if seen else ''}"
         )
     cache.check_prompt(ids if embeds is None else None, mask, total)

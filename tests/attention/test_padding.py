@@ -275,3 +275,27 @@ def test_a_first_mask_of_another_width_is_refused_under_both_names_and_when_enab
         with kvfold.enable(model, "knorm", 0.5), pytest.raises(KvfoldError, match="needs 40"):
             model(ids, attention_mask=torch.ones(1, width), **{name: cache})
         assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(1, 25),
+        torch.ones(3, 25),
+        torch.ones(25),
+        torch.ones(2, 5, 25),
+        torch.ones(2, 1, 4, 25),
+        torch.ones(3, 1, 5, 25),
+        torch.ones(2, 1, 5, 25, dtype=torch.long),
+        torch.ones(2, 25).tolist(),
+    ],
+    ids=lambda mask: f"{len(mask)}-{getattr(mask, 'ndim', 'list')}-{getattr(mask, 'dtype', '')}",
+)
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@torch.no_grad()
+def test_a_mask_of_another_shape_is_refused_before_anything_is_read(model, name, mask):
+    cache, (ids, _) = CompressedCache(model, "full"), prompts((20, 20))
+    model(ids, **{name: cache})
+    with pytest.raises(KvfoldError, match=r"attention_mask is a .* \[2, N\]"):
+        model(continuation(2, 5), attention_mask=mask, **{name: cache})
+    assert cache.get_seq_length() == 20

@@ -159,3 +159,13 @@ def test_positions_that_were_read_are_refused(first):
         model(WHOLE[:, 64:], position_ids=places, past_key_values=cache)
     model(WHOLE[:, 64:], position_ids=torch.arange(64, 73)[None], past_key_values=cache)
     assert cache.get_seq_length() == 73
+
+
+@pytest.mark.parametrize("width", [1, 63, 65])
+@torch.no_grad()
+def test_a_first_prompt_with_a_mask_of_another_length_is_refused(width):
+    model = build("llama")
+    cache = CompressedCache(model, "knorm", 0.5)
+    with pytest.raises(KvfoldError, match=f"has {width} columns, and the prompt 64"):
+        model.generate(TEXT, attention_mask=ones[:, :width], past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 0

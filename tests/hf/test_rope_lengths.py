@@ -114,7 +114,7 @@ def test_what_a_longer_text_left_in_a_cropped_cache_is_read_anew_or_refused(name
     for each in copies:
         model(ids[:, LIMIT : LIMIT + 1], past_key_values=each)  # as long as it was read for
         each.crop(10 - each.get_seq_length())
-        with pytest.raises(UnsupportedModel, match="the 10 tokens in the cache .* longer texts"):
+        with pytest.raises(UnsupportedModel, match=r"the 10 tokens in the cache .* longer texts"):
             model(others, past_key_values=each)
 
 
