@@ -92,7 +92,7 @@ def load(
     else each loads all of it. Raises KvfoldError if there is no such model, or it cannot be loaded
     with these options.
     """
-    name, how = _with_gguf(name, loading or Loading())
+    given, (name, how) = name, _with_gguf(name, loading or Loading())
     check_name(name, how)
     check_reachable(name, how.revision)
     if how.adapter is not None:
@@ -102,7 +102,7 @@ def load(
     shared = parallel_options() if among_ranks else {}
     if shared and (how.device or how.device_map):
         raise KvfoldError("ranks share a model over their own devices: leave out the device")
-    with _named(name):
+    with _named(given):
         model, tokenizer = _from_pretrained(name, how, shared)
         if how.adapter is not None:
             model.load_adapter(how.adapter)
@@ -114,14 +114,14 @@ def load(
 
 def load_tokenizer(name: str, loading: Loading | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name` alone; raises KvfoldError as `load`."""
-    name, how = _with_gguf(name, loading or Loading())
+    given, (name, how) = name, _with_gguf(name, loading or Loading())
     check_name(name, how)
     check_reachable(name, how.revision)
     from transformers import AutoTokenizer
 
     from kvfold.bundled import FOLDER
 
-    with _named(name):
+    with _named(given):
         return AutoTokenizer.from_pretrained(FOLDER if name == BUNDLED else name, **how.of_files())
 
 
@@ -140,6 +140,8 @@ def _named(name: str) -> Iterator[None]:
 
 def check_name(name: str, loading: Loading) -> None:
     """Raises KvfoldError for a model or adapter that cannot exist; loads and downloads nothing."""
+    if not name.strip():
+        raise KvfoldError('the model\'s name is empty: give a folder, a hub id, or "bundled"')
     name, loading = _with_gguf(name, loading)
     own = loading.revision or loading.gguf_file or loading.trust_remote_code
     if name == BUNDLED and own:

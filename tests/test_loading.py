@@ -250,3 +250,12 @@ def test_a_mistyped_bundled_model_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(KvfoldError, match=r"check the name; did you mean 'bundled'\?"):
         load("bundeld")
+
+
+def test_a_damaged_or_unnamed_model_is_told_by_the_name_given(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    with pytest.raises(KvfoldError, match=r"cannot load '.*/bad\.gguf': "):
+        load(str(tmp_path / "bad.gguf"))
+    for name in ("", " "):
+        with pytest.raises(KvfoldError, match="the model's name is empty"):
+            load(name)

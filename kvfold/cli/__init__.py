@@ -43,6 +43,7 @@ BUDGETS, METHODS = ("--budget", "--budgets"), ("--method", "--methods")
 OTHER_NAMES = dict.fromkeys(("--ratio", "--compression-ratio", "--compression_ratio"), BUDGETS)
 OTHER_NAMES["--press"] = METHODS
 PLACES = ("--out", "-o", "--page", "--folder")
+OF_COMPRESS = ("--system", "--method", "--budget", "--codec", "--level")
 ADVICE = {
     "--budget": "budget is the part kept, --budget 0.6",
     "--budgets": "budgets are the parts kept, --budgets 0.6",
@@ -96,14 +97,27 @@ def _check_named(given: list[str]) -> None:
 
 
 def _ours(problem: Exception) -> str | None:
-    """The error's text, with kvfold's name of an option that other libraries name otherwise."""
-    # By name: typer has had click's class, and one of its own.
-    if type(problem).__name__ != "NoSuchOption":
+    """What is said of wrong usage, in a line; None for any other error.
+
+    An option that other libraries name otherwise is told kvfold's name.
+    """
+    # By name: typer has had click's classes, and some of its own.
+    names = {each.__name__ for each in type(problem).__mro__}
+    if "UsageError" not in names or "NoArgsIsHelpError" in names:
         return None
-    unknown: Any = problem
-    known = {each for option in unknown.ctx.command.params for each in option.opts}
-    found = [each for each in OTHER_NAMES.get(unknown.option_name, ()) if each in known]
-    return f"there is no {unknown.option_name}: {ADVICE[found[0]]}" if found else None
+    wrong: Any = problem
+    told = " ".join(wrong.format_message().replace("Value error, ", "").split())
+    if wrong.ctx is None:
+        return told
+    option = str(getattr(wrong, "option_name", None))
+    known = {each for option in wrong.ctx.command.params for each in option.opts}
+    found = [each for each in OTHER_NAMES.get(option, ()) if each in known]
+    if found:
+        return f"there is no {option}: {ADVICE[found[0]]}"
+    if wrong.ctx.info_name == "ask" and option in OF_COMPRESS:
+        return f"there is no {option}: it was chosen by kvfold compress, and the file holds it"
+    command = "" if wrong.ctx.parent is None else f" {wrong.ctx.info_name}"
+    return f"{told.rstrip('.')} (see kvfold{command} -h)"
 
 
 def _one_line(message: Warning | str, *about: Any, **options: Any) -> None:

@@ -172,7 +172,7 @@ def _measure(
         task = bar.add_task("reading the document", total=len(runs) + len(AWARE) + 1)
         full = trial.compress("full", None)
         for method, limit in runs:
-            bar.update(task, description=f"{method} {limit or ''}: {questions} questions")
+            bar.update(task, description=f"{_named(method, limit)}: {questions} questions")
             unknown[method, limit] = trial.question_unknown(method, limit, full)
             bar.advance(task)
         for method in ("full", *AWARE):
@@ -180,6 +180,10 @@ def _measure(
             known[method] = trial.question_known(method, None if method == "full" else middle)
             bar.advance(task)
     return unknown, known
+
+
+def _named(method: str, limit: str | None) -> str:
+    return method if limit is None else f"{method} {limit}"
 
 
 def _costs(trial: DemoTrial, unknown: Unknown) -> Table:

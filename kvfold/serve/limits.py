@@ -113,11 +113,16 @@ def check_client(
     host = headers.get(b"host", b"").decode("latin-1").lower()
     origin = headers.get(b"origin")
     page = "" if origin is None else origin.decode("latin-1").lower()
-    foreign = origin is not None and _site(page) != host and not is_allowed(page, origins)
-    if foreign or (_is_local(server and server[0]) and not _is_local(_name(host))):
+    if origin is not None and _site(page) != host and not is_allowed(page, origins):
+        message = (
+            "web pages of other sites cannot use this server, unless --allow-origin names them"
+        )
+        raise ApiError(403, message, code="foreign_page")
+    if _is_local(server and server[0]) and not _is_local(_name(host)):
         raise ApiError(
             403,
-            "web pages of other sites cannot use this server, unless --allow-origin names them",
+            "the server listens on this machine only, and the header Host names another: behind a "
+            "proxy send Host: localhost, or set --api-key",
             code="foreign_page",
         )
 

@@ -216,7 +216,16 @@ def test_empty_names_of_files_are_refused(pair: tuple[Any, Any], context: kvfold
         (("eval", "--ratio", "0.4"), "--budgets 0.6"),
         (("eval", "--press", "snapkv"), "methods have names, --methods snapkv"),
         (("inspect", "bundled", "--press", "snapkv"), "snapkv"),
+        (
+            ("ask", "bundled", "a.kvfold", "Why?", "--system", "a"),
+            "it was chosen by kvfold compress",
+        ),
+        (("run", "bundled", "--buget", "0.4"), "--buget"),
+        (("run", "bundled", "--budget"), "--budget"),
+        (("run", "bundled", "--dtype", "int8"), "--dtype"),
+        (("compress", "bundled"), "kvfold compress -h"),
+        (("compres", "bundled"), "compres"),
     ],
 )
-def test_options_of_another_library_are_named(arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_options_are_told_in_a_line(arguments: tuple[str, ...], said: str) -> None:
     assert said in refused(*arguments)

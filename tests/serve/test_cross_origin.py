@@ -61,7 +61,11 @@ def test_without_a_key_pages_of_allowed_sites_only_are_answered(origins):
         assert other.status_code == (200 if "*" in origins else 403)
         # A name that its owner made to point here.
         rebound = {"Host": "page.example", "Origin": PAGE}
-        assert_clean(server.http.post(CHAT, json=chat(), headers=rebound), 403, "other sites")
+        assert_clean(
+            server.http.post(CHAT, json=chat(), headers=rebound),
+            403,
+            "the header Host names another",
+        )
 
 
 @pytest.mark.parametrize(
