@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.bundled import FOLDER
+from kvfold.cache.model_trial import EntryShape
 from kvfold.hf.fitted_numbers import read_kind
 from kvfold.hf.header import digest, digest_of
 from kvfold.hf.models import kv_heads
@@ -60,6 +61,12 @@ class Fits:
             None if numbers is None else numbers.of_layer(layer, heads),
             None if moments is None else moments.of_layer(layer, heads),
         )
+
+    def check_entries(self, shapes: Iterable[EntryShape]) -> None:
+        """Raises ScorerFileError for a fit of entries with other channels than `shapes`."""
+        for fitted in vars(self).values():
+            if isinstance(fitted, Fitted):
+                fitted.check_entries(shapes)
 
     @property
     def digests(self) -> dict[str, str]:

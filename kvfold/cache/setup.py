@@ -143,6 +143,7 @@ def put_compressed_layers(
 
     Raises UnsupportedModel as `check_layer` does, and as `check_structure` for on-policy queries.
     """
+    fits.check_entries(model_trial.entry_shapes(model) or ())
     shares, latents = shares_entries(model), caches_latents(model)
     if stages.refit is not None and (shares or latents):
         how = "shares entries among layers" if shares else "caches latents"

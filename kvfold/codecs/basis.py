@@ -40,6 +40,16 @@ class Basis(Fitted):
     method: ClassVar[str] = "kvtc"
     command: ClassVar[str] = "kvfold fit MODEL TEXTS --codec kvtc"
     bundled: ClassVar[str] = "codec.safetensors"
+    axes: ClassVar[dict[str, str]] = {
+        "key_means": "LHD",
+        "key_metrics": "LHDD",
+        "key_directions": "bpr",
+        "key_head_directions": "LHDD",
+        "value_means": "LHV",
+        "value_metrics": "LHVV",
+        "value_directions": "cqs",
+        "value_head_directions": "LHVV",
+    }
     key_means: Tensor
     key_metrics: Tensor
     key_directions: Tensor
@@ -48,6 +58,17 @@ class Basis(Fitted):
     value_metrics: Tensor
     value_directions: Tensor
     value_head_directions: Tensor
+
+    def problem(self) -> str | None:
+        """As of all fits; and blocks that are not of all numbers."""
+        found = super().problem()
+        for side in ("key", "value") if found is None else ():
+            directions, means = (
+                getattr(self, f"{side}_{name}") for name in ("directions", "means")
+            )
+            if directions.shape[0] * directions.shape[1] != means.numel():
+                found = f"{side}_directions has the shape {list(directions.shape)}"
+        return found
 
     @property
     def width(self) -> int:

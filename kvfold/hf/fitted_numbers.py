@@ -84,7 +84,11 @@ def read_kind(path: str | Path, kind: type[Kind]) -> tuple[Kind, list[Tensor]]:
             f"{path} {which}, and is no file for {kind.method}: {how_to_fit(kind)}"
         )
     frequencies = [tensor for name, tensor in tensors.items() if name.startswith("rope.")]
-    return kind(*(tensors[name] for name in names)), frequencies
+    fitted = kind(*(tensors[name] for name in names))
+    wrong = fitted.problem()
+    if wrong is not None:
+        raise _damaged(str(path), wrong)
+    return fitted, frequencies
 
 
 def how_to_fit(kind: type[Fitted]) -> str:

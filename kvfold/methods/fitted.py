@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -34,13 +35,15 @@ class Fitted:
 
     The fields of a subclass are tensors, and those of its files. `method` reads them,
     `command` fits them, and `bundled` is the file of the bundled model. `tables` are suffixes of
-    text files that are read too, for a kind of one tensor `[L, H]`.
+    text files that are read too, for a kind of one tensor `[L, H]`. `axes` has a letter for each
+    axis of each tensor, which is of one size: D channels of a key, V of a value.
     """
 
     method: ClassVar[str]
     command: ClassVar[str]
     bundled: ClassVar[str]
     tables: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar[dict[str, str]]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -51,6 +54,45 @@ class Fitted:
     def numbers(self) -> int:
         """Numbers in all tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by the letters of `axes`."""
+        pairs = (
+            zip(self.axes[name], each.shape, strict=True) for name, each in self.tensors.items()
+        )
+        return {letter: size for pair in pairs for letter, size in pair}
+
+    def problem(self) -> str | None:
+        """What no fit gives, other shapes or numbers, in words; None if there is nothing."""
+        sizes = dict[str, int]()
+        for name, tensor in self.tensors.items():
+            if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+                return f"{name} has other than finite numbers"
+            shape, axes = list(tensor.shape), self.axes[name]
+            alike = len(shape) == len(axes) and all(
+                sizes.setdefault(letter, size) == size
+                for letter, size in zip(axes, shape, strict=True)
+            )
+            if not alike:
+                return f"{name} has the shape {shape}"
+        return None
+
+    def check_entries(self, shapes: Iterable[tuple[int, int, int]]) -> None:
+        """Raises ScorerFileError unless this is of entries of such shapes.
+
+        Each has the KV heads of a layer, and the channels of a key and of a value.
+        """
+        for _, key, value in shapes:
+            if not self.fits(key, value):
+                raise ScorerFileError(
+                    f"a file for {self.method} is not of keys and values of {key} and {value} "
+                    f"channels, as this model has: `{self.command} --out FILE` makes one"
+                )
+
+    def fits(self, key: int, value: int) -> bool:
+        """True if this may be of entries with so many channels."""
+        return (self.sizes.get("D", key), self.sizes.get("V", value)) == (key, value)
 
     def check(self, file: str, layers: int, heads: int | None) -> None:
         """Raises ScorerFileError, naming the `file`, unless this is of as many layers and heads.

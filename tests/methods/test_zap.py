@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch import Tensor
 import kvfold
 from kvfold import CompressedCache, IllegalComposition, KvfoldError, ScorerFileError
 from kvfold.cache.observe import observation_of_stored
+from kvfold.hf.scorer_file import read_fitted, write_fitted
+from kvfold.methods.stages.allocate.parts import Curve
 from kvfold.methods.stages.allocate.pool import pooled
+from kvfold.methods.stages.allocate.retrieval import RetrievalScores
+from kvfold.methods.stages.score.distant_queries import Centres
+from kvfold.methods.stages.score.filters import Filters
 from kvfold.methods.stages.score.learned import Scorer
 from kvfold.methods.stages.select.top import top
 from tests.helpers.by_hand import QUERY_HEADS, ByHand, before_rope, best, model_with
@@ -350,3 +356,36 @@ def test_options_out_of_range_are_refused():
     for wrong in ("sinks=-1", "floor=1.5", "level=uniform,floor=0.1"):
         with pytest.raises(KvfoldError, match=f"zap:{wrong.split(',')[-1].split('=')[0]}"):
             kvfold.parse(f"zap:{wrong}")
+
+
+def altered(tensor: Tensor) -> list[Tensor]:
+    """Tensors that no fit gives in place of another one."""
+    wider, longer = torch.cat([tensor, tensor], -1), torch.cat([tensor, tensor])
+    unlike = [tensor[None], tensor.flatten()[0], tensor[:-1], wider, longer, tensor[:0]]
+    return [*unlike, torch.full_like(tensor, torch.nan), tensor.int(), tensor.bool()]
+
+
+@pytest.mark.parametrize("spec", ["zap", "qfilter", "duo", "snapkv + curve", "triattention"])
+def test_crafted_files_are_refused_in_words(tmp_path: Path, spec: str) -> None:
+    """Their checksums are right, as of a file that another hand has signed."""
+    model, tokenizer = kvfold.bundled_model()
+    text, made = "The sky is blue. " * 30, tmp_path / "a.safetensors"
+    folder, path = Path(kvfold.__file__).parent / "bundled", tmp_path / "fit.safetensors"
+    if spec == "triattention":
+        kvfold.fit_centres(model, tokenizer, [text] * 4, path)
+    else:
+        kind = {"zap": "scorer", "qfilter": "filters", "duo": "heads"}.get(spec, "curve")
+        path = folder / f"{kind}.safetensors"
+    kinds: dict[str, Any] = {"qfilter": Filters, "zap": Scorer, "duo": RetrievalScores}
+    kind = kinds.get(spec, Centres if spec == "triattention" else Curve)
+    fitted = read_fitted(path, model, kind)
+    budget = 0.5 if kvfold.parse(spec).takes_budget else None
+    method = f"{spec}:file={made}"
+    for name, tensor in fitted.tensors.items():
+        for number, other in enumerate(altered(tensor)):
+            wrong = dataclasses.replace(fitted, **{name: other.contiguous()})
+            write_fitted(made, wrong, model, written_by="", target="a", texts=number)
+            with pytest.raises(KvfoldError):
+                kvfold.CompressedCache(model, method, budget, tokenizer=tokenizer)
+    write_fitted(made, fitted, model, written_by="", target="a", texts=0)
+    kvfold.CompressedCache(model, method, budget, tokenizer=tokenizer)

@@ -18,6 +18,7 @@ from torch import Tensor
 import kvfold
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.model_trial import entry_shapes
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import Coding
@@ -147,6 +148,8 @@ def _write(
     coded = None
     if codec is not None:
         coding = Coding.of(codec, context.model)  # other ranks may lack its file
+        if coding.basis is not None:
+            coding.basis.check_entries(entry_shapes(context.model) or ())
         stored, same_as, coded = coding.encode(cache, stored, same_as, headers)
     header = Header(
         written_by=kvfold.__version__,

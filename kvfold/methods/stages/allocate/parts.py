@@ -33,6 +33,7 @@ class Curve(Fitted):
     method: ClassVar[str] = "curve"
     command: ClassVar[str] = "kvfold fit MODEL TEXTS --scorer curve"
     bundled: ClassVar[str] = "curve.safetensors"
+    axes: ClassVar[dict[str, str]] = {"budgets": "R", "parts": "RLH"}
     budgets: Tensor
     parts: Tensor
 

@@ -23,6 +23,7 @@ class RetrievalScores(Fitted):
     command: ClassVar[str] = "kvfold fit MODEL TEXTS --scorer duo"
     bundled: ClassVar[str] = "heads.safetensors"
     tables: ClassVar[tuple[str, ...]] = (".tsv", ".txt")
+    axes: ClassVar[dict[str, str]] = {"heads": "LH"}
     heads: Tensor
 
     def of_layer(self, layer: int, heads: slice | None = None) -> Tensor:

@@ -26,6 +26,7 @@ class Centres(Fitted):
     method: ClassVar[str] = "triattention"
     command: ClassVar[str] = "kvfold fit MODEL TEXTS --scorer triattention"
     bundled: ClassVar[str] = ""
+    axes: ClassVar[dict[str, str]] = {"centres": "LHGD", "lengths": "LHGD"}
     centres: Tensor
     lengths: Tensor
 

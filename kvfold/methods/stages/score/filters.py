@@ -25,6 +25,7 @@ class Filters(Fitted):
     method: ClassVar[str] = "qfilter"
     command: ClassVar[str] = "kvfold fit MODEL TEXTS --scorer qfilter"
     bundled: ClassVar[str] = "filters.safetensors"
+    axes: ClassVar[dict[str, str]] = {"filters": "LHD"}
     filters: Tensor
 
     def of_layer(self, layer: int, heads: slice | None = None) -> LayerFilters:

@@ -42,9 +42,21 @@ class Scorer(Fitted):
     method: ClassVar[str] = "zap"
     command: ClassVar[str] = "kvfold fit MODEL TEXTS"
     bundled: ClassVar[str] = "scorer.safetensors"
+    axes: ClassVar[dict[str, str]] = {"weights": "LHW", "scales": "LHF", "projections": "FP"}
     weights: Tensor
     scales: Tensor
     projections: Tensor
+
+    def problem(self) -> str | None:
+        """As of all fits; and weights of other features."""
+        found = super().problem()
+        if found is None and self.sizes["W"] != self.sizes["F"] + self.sizes["P"]:
+            found = f"weights has the shape {list(self.weights.shape)}"
+        return found
+
+    def fits(self, key: int, value: int) -> bool:
+        """True if features are of entries with so many channels."""
+        return self.sizes["F"] == key + value + 3
 
     def of_layer(self, layer: int, heads: slice | None = None) -> LayerScorer:
         """The scorer of one layer, of its KV heads `heads` (None: all)."""
