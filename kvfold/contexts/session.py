@@ -57,6 +57,8 @@ class Session:
     """
 
     def __init__(self, context: Context, record: SessionRecord | None = None) -> None:
+        if not isinstance(context, Context):
+            raise KvfoldError(f"a session begins with a Context, not a {type(context).__name__}")
         cache = context.cache
         check_method(cache.method)
         if cache.budget is None or cache.budget.kind != "tokens":
@@ -268,8 +270,7 @@ class Session:
         self, messages: Sequence[Message], special_tokens: bool
     ) -> tuple[SessionRecord, Tensor, str]:
         """The record with `messages`, token ids `[1, N]` up to the answer, and the answer's id."""
-        if not messages:
-            raise KvfoldError("a turn has at least one message")
+        Message.check(messages)
         frame, record = self.context.frame, self.record
         opening = frame.between if record.turns else frame.separator
         if opening is None:

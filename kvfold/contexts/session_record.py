@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.spans import Span
 from kvfold.errors import KvfoldError
+from kvfold.hf.user_text import content
 
 Role = Literal["user", "tool", "assistant"]
 
@@ -23,6 +24,21 @@ class Message:
     text: str
     role: Literal["user", "tool"] = "user"
     id: str | None = None
+
+    @staticmethod
+    def check(messages: Sequence[Message]) -> None:
+        """Raises KvfoldError for no messages, and for one that no session can hold."""
+        listed = isinstance(messages, list | tuple)
+        if not listed or not all(isinstance(each, Message) for each in messages):
+            raise KvfoldError("a turn is a list of messages: [kvfold.Message(text)]")
+        if not messages:
+            raise KvfoldError("a turn has at least one message")
+        for each in messages:
+            if each.role not in ("user", "tool"):
+                raise KvfoldError(f'a message\'s role is "user" or "tool", not {each.role!r:.60}')
+            if not (each.id is None or isinstance(each.id, str)):
+                raise KvfoldError(f"a message's id is a text, not {each.id!r:.60}")
+            content(each.id or "", False)
 
 
 @dataclass(frozen=True)

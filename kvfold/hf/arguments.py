@@ -67,7 +67,7 @@ def _check(name: str, value: Any, order: str) -> None:
         raise KvfoldError(f"{order}, not {_shown(value)}")
     if name in TEXTS:
         check_text(value)
-    if name == "path":
+    if name in ("path", "out"):
         check_path(value, order)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,3 +360,24 @@ def test_a_stop_string_and_a_longer_session(new, model, tokenizer):
 def test_a_turn_without_tokens_is_refused(new):
     with pytest.raises(KvfoldError, match="no tokens"):
         new().ask("")
+
+
+def test_a_message_that_no_file_could_hold_is_refused(tmp_path: Path) -> None:
+    """Else the session could never be saved again."""
+    session = kvfold.begin_session(*kvfold.bundled_model(), "Be brief. " * 9, budget=200)
+    for wrong, said in (
+        (Message("Hi", "system"), "a message's role"),  # type: ignore[arg-type]
+        (Message("Hi", "assistant"), "a message's role"),  # type: ignore[arg-type]
+        (Message("Hi", id=7), "a message's id is a text"),  # type: ignore[arg-type]
+        (Message("Hi", id="\ud800"), "half a character"),
+        (Message(b"Hi"), "a text is wanted"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(KvfoldError, match=said):
+            session.ask(wrong, max_new_tokens=1)
+    for turn in ("Hi", [None], [], 3):
+        with pytest.raises(KvfoldError, match=r"a turn (is a list of|has at least one)"):
+            session.open(turn)  # type: ignore[arg-type]
+    session.ask("Hi", max_new_tokens=1)
+    session.save(tmp_path / "a.kvfold")
+    with pytest.raises(KvfoldError, match="begins with a Context"):
+        kvfold.Session(session)  # type: ignore[arg-type]

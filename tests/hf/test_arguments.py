@@ -177,6 +177,10 @@ def test_names_that_no_file_can_have_are_refused(
             context.save(path)
         with pytest.raises(KvfoldError, match="no file can have the name"):
             kvfold.load(path, *pair)
+        with pytest.raises(KvfoldError, match="no file can have the name"):
+            kvfold.check(*pair, ["A.", "B."], "snapkv", out=path)
+    with pytest.raises(KvfoldError, match="the file's name is empty"):
+        kvfold.evaluate(*pair, "niah_magic", "snapkv", 0.5, out="")
 
 
 def test_a_file_s_name_is_no_document(pair: tuple[Any, Any], tmp_path: Path) -> None:
