@@ -154,6 +154,7 @@ def conversation(
     try:
         return _split(tokenizer, marked, given, mark)
     except TemplateError as problem:
+        _check_arguments(tokenizer, given, problem)
         roles = ", ".join(role for role, _ in messages)
         raise KvfoldError(f"the chat template refuses messages of {roles}: {problem}") from problem
 
@@ -214,11 +215,7 @@ def _around_user(
                 f"the chat template refuses a system message ({problem}): leave it out, or say it "
                 "in the text"
             ) from problem
-        if arguments and _times_shown(tokenizer, _takes_parts(tokenizer, {}), {}) == 1:
-            raise KvfoldError(
-                f"the chat template refuses its arguments {', '.join(arguments)} ({problem}): give "
-                "them as it reads them, or leave them out"
-            ) from problem
+        _check_arguments(tokenizer, arguments, problem)
         found = f"refuses a user's message ({problem})"
     else:
         if len(pieces) == 2:
@@ -228,6 +225,20 @@ def _around_user(
         f"the chat template {found}, so a document has no single place in it: set "
         "tokenizer.chat_template to one that shows each message once, or to None for none"
     )
+
+
+def _check_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], problem: TemplateError
+) -> None:
+    """Raises KvfoldError if a user's message has that `problem` with these arguments only."""
+    shown, alone = (
+        _times_shown(tokenizer, _takes_parts(tokenizer, given), given) for given in (arguments, {})
+    )
+    if shown != 1 and alone == 1:
+        raise KvfoldError(
+            f"the chat template refuses its arguments {', '.join(arguments)} ({problem}): give "
+            "them as it reads them, or leave them out"
+        ) from problem
 
 
 def _turns(

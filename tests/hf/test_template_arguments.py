@@ -11,7 +11,7 @@ import torch
 import kvfold
 from kvfold import KvfoldError
 from kvfold.contexts.files.format import read_header
-from kvfold.hf.chat_template import PromptFrame
+from kvfold.hf.chat_template import PromptFrame, conversation
 from kvfold.hf.template_arguments import date_told, read_by
 from tests.helpers.chats import TEMPLATE
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
@@ -196,3 +196,12 @@ def test_a_date_is_named_where_a_prefix_differs(model):
         kvfold.generate(model, ids.flip(1), cache=cache, max_new_tokens=2)
     assert date_told(tokenizer_of(TEMPLATE)) == "" == date_told(None)
     assert "date_string" in date_told(tokenizer_of("{{ date_string or strftime_now('%d') }}"))
+
+
+def test_a_conversation_blames_the_arguments_that_its_template_refuses():
+    tokenizer = tokenizer_of(READS)
+    with pytest.raises(KvfoldError, match="refuses its arguments tools"):
+        conversation(tokenizer, [("user", "the sky")], {"tools": "x"})
+    tokenizer.chat_template = REFUSES
+    with pytest.raises(KvfoldError, match="refuses messages of system, user: no system"):
+        conversation(tokenizer, [("system", "the sky"), ("user", "the sky")])
