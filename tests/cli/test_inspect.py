@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.cli.inspect import PAGE, PICTURES
+from tests.helpers.commands import refused
 from tests.helpers.inspected import inspect
 
 
@@ -74,3 +75,11 @@ def test_what_cannot_be_done_is_refused_at_once(
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing_is_no_picture_to_write(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lazy.png").symlink_to(tmp_path / "elsewhere.png")
+    said = refused("inspect", "no/model", "--out", str(tmp_path / "out"))
+    assert "already holds lazy.png" in said
+    assert not (tmp_path / "elsewhere.png").exists()

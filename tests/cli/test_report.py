@@ -78,3 +78,13 @@ def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
     )
     assert "report.md is there without" in said
     assert (out / "report.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["pareto-mine.png", "needles-mine.png", "report.md"])
+def test_pictures_of_no_report_are_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    _write(tmp_path / "records.jsonl", [made()])
+    said = refused("report", str(tmp_path / "records.jsonl"), "--out", str(tmp_path / "out"))
+    assert said.endswith(f"{name} is there without a report's index.html: choose another --out")
+    assert [each.name for each in (tmp_path / "out").iterdir()] == [name]
