@@ -20,7 +20,7 @@ from kvfold.attention.padding import announce, forget_announced
 from kvfold.cache import model_trial, setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
-from kvfold.cache.continuation import check_mask, check_prompt, padding_rules
+from kvfold.cache.continuation import check_mask, check_plain_prompt, padding_rules
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
@@ -180,7 +180,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         announce(padding_rules(self, query_length))
         return super().get_mask_sizes(query_length, layer_idx)
 
-    check_prompt = check_prompt
+    check_prompt = check_plain_prompt
 
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:

@@ -101,3 +101,15 @@ def check_prompt(
             f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
             "conversation, with at least one new token"
         )
+
+
+def check_plain_prompt(
+    cache: CompressedCache, ids: Tensor | None, mask: Tensor | None, total: int
+) -> None:
+    """As `check_prompt` for a turn of the model's own `generate`, and as `check_model`.
+
+    It may be of one token, which by itself looks like a step.
+    """
+    if cache.get_seq_length() and not cache.binding.in_turn:
+        cache.binding.check_model()
+    check_prompt(cache, ids, mask, total)

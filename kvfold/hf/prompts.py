@@ -51,12 +51,13 @@ def _check(cache: ToldOfForwards, ids: Tensor, config: Any, given: dict[str, Any
     mask, embeds = given.get("attention_mask"), given.get("inputs_embeds")
     total, seen = (ids if embeds is None else embeds).shape[1], cache.get_seq_length()
     columns = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
-    if columns is None or (embeds is None and columns == seen + total):
+    is_new_part = embeds is None and columns == seen + total
+    if columns is None or (is_new_part and not seen):
         return
-    if columns != total:
+    if columns != total and not is_new_part:
         later = f", or, behind the {seen} that the cache has read, new tokens and a mask of "
         raise KvfoldError(
             f"attention_mask has {columns} columns, and the prompt {total}: give the whole "
             f"conversation and a mask of its length{f'{later}{seen + total}' if seen else ''}"
         )
-    cache.check_prompt(ids if embeds is None else None, mask, total)
+    cache.check_prompt(None if is_new_part or embeds is not None else ids, mask, columns)

@@ -226,6 +226,20 @@ def test_an_adapter_that_was_changed_is_refused_in_each_later_turn(change, tmp_p
         kvfold.load(tmp_path / "law.kvfold", model, tokenizer)
 
 
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_turn_of_one_token_in_plain_generate_is_none_of_a_turns_steps(change, whole):
+    model, text = adapted(), torch.cat([prompts((64,))[0], continuation(1, 1)], 1)
+    cache = CompressedCache(model, SPEC, 20)
+    with torch.no_grad():
+        model(text[:, :64], past_key_values=cache)
+    change(model)
+    given = text if whole else text[:, 64:]
+    with pytest.raises(KvfoldError, match="whose weights or scales are others"):
+        model.generate(given, attention_mask=torch.ones_like(text), past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 64
+
+
 def test_a_scale_that_changed_is_refused_in_a_forward_of_one_token():
     model, ids = adapted(), prompts((64,))[0]
     reader = Reader(model, CompressedCache(model, SPEC, 20))
