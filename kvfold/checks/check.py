@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,9 @@ def protocol_of(tokens: int, question_aware: bool, seed: int) -> CheckProtocol:
 
 def limits_of(tolerance: float) -> CheckLimits:
     """The limits of certificates; raises KvfoldError for a tolerance that is no KL."""
-    if not math.isfinite(tolerance) or tolerance < 0:
-        raise KvfoldError(f"the tolerance is {tolerance}: give nats from 0 on, such as 0.05")
+    number = isinstance(tolerance, Real) and math.isfinite(tolerance)
+    if not number or tolerance < 0:
+        raise KvfoldError(f"the tolerance is {tolerance!r}: give nats from 0 on, such as 0.05")
     return CheckLimits(mean_kl=tolerance)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,7 +72,11 @@ def prompts_of(given: str | Path | Sequence[str | Mapping[str, Any]]) -> list[Ch
     if isinstance(given, str | Path):
         found = list(_of_path(Path(given)))
     else:
-        rows = ({"prompt": one} if isinstance(one, str) else dict(one) for one in given)
+        alone = isinstance(given, Mapping) or not isinstance(given, Iterable)
+        listed: list[Any] = [given] if alone else list(given)
+        if not all(isinstance(one, str | Mapping) for one in listed):
+            raise KvfoldError("prompts are a file, a folder, or a list of texts and rows")
+        rows = ({"prompt": one} if isinstance(one, str) else dict(one) for one in listed)
         found = [_of_row(f"prompt {number}", row) for number, row in enumerate(rows, 1)]
     if not found:
         raise KvfoldError("there are no prompts")

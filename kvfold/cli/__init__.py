@@ -58,7 +58,12 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the arguments, and notes them as they were given."""
         self.given = [*args]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as problem:
+            if not _is_told(problem):
+                raise
+            raise typer.Exit(2) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command; Ctrl-C ends it with exit code 130."""
@@ -80,9 +85,8 @@ class Commands(TyperGroup):
                 errors().print(Text(f"error: out of memory: {problem}; {LESS_MEMORY}", style="red"))
                 raise typer.Exit(2) from None
             except Exception as problem:
-                if (told := _ours(problem)) is None:
+                if not _is_told(problem):
                     raise
-                errors().print(Text(f"error: {told}", style="red"))
                 raise typer.Exit(2) from None
 
 
@@ -94,6 +98,14 @@ def _check_named(given: list[str]) -> None:
     for option in PLACES:
         if f"{option}=" in given or (option, "") in pairwise(given):
             raise KvfoldError(f"{option} is empty: give it a name")
+
+
+def _is_told(problem: Exception) -> bool:
+    """True if it is wrong usage, which is then said in a line."""
+    told = _ours(problem)
+    if told is not None:
+        errors().print(Text(f"error: {told}", style="red"))
+    return told is not None
 
 
 def _ours(problem: Exception) -> str | None:

@@ -197,7 +197,7 @@ class Session:
         Raises KvfoldError for an unknown id, for a text that is empty or longer than the message,
         for a message whose entries were evicted, and as `CompressedCache.replace`.
         """
-        self.edit((), {name: text}, special_tokens=special_tokens)
+        self.edit((), {self.record.item(name).id: text}, special_tokens=special_tokens)
 
     def edit(
         self,
@@ -210,6 +210,8 @@ class Session:
 
         Raises KvfoldError for a message that is to be both, or whose drop waits already.
         """
+        for name in drop:
+            self.record.item(name)
         both = sorted({*drop, *self.record.queued} & set(shorten))
         if both:
             raise KvfoldError(f"message {both[0]!r} is dropped or shortened, not both")
@@ -217,8 +219,6 @@ class Session:
             name: self._shorter(self.record.item(name), text, special_tokens)
             for name, text in shorten.items()
         }
-        for name in drop:
-            self.record.item(name)
         before = self.record
         self.record = replace(before, queued=tuple(dict.fromkeys([*before.queued, *drop])))
         waiting = sum(each.tokens for each in before.items if each.id in self.record.queued)

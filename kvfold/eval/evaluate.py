@@ -35,7 +35,7 @@ from kvfold.eval.tasks import (
     select,
     source,
 )
-from kvfold.hf.arguments import checked_arguments
+from kvfold.hf.arguments import checked_arguments, count_of
 from kvfold.hf.chat_template import token_count
 from kvfold.hf.models import trained_length
 from kvfold.jobs.executor import here
@@ -89,7 +89,8 @@ def evaluate(
     )
     if out is not None:
         check_unread(Path(out), request)
-    sizes = [usual_length(readable)] if lengths is None else _as_list(lengths)
+    asked = [usual_length(readable)] if lengths is None else _as_list(lengths)
+    sizes = [count_of("lengths", each) for each in asked]
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     plan = EvalPlan(
         wanted=tuple(drawn(_as_list(tasks), request, sizes)),

@@ -20,6 +20,9 @@ R = TypeVar("R")
 
 PLACES = ("first", "second", "third")
 TEXTS = ("document", "opening")
+FILES = ("path", "out", "data", "haystack")
+COUNTS = ("tokens", "samples", "max_length", "answer_tokens", "batch_size")
+NAMES = ("tasks",)  # one, or several
 # Keywords of other libraries: the part of the entries that goes, or a method.
 PARTS, METHODS = ("compression_ratio", "ratio"), ("press",)
 # Keywords by which other libraries are given a system message, or arguments of the chat template.
@@ -32,7 +35,7 @@ LONGEST_NAME = 1024  # characters
 
 
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose arguments named model, tokenizer, path, document and opening are checked.
+    """`function`, whose model, tokenizer, texts, files, counts and names of tasks are checked.
 
     It then raises UnsupportedModel for a wrapper of torch.compile and for what is no model, and
     KvfoldError for other wrong ones and for keywords of other libraries.
@@ -67,8 +70,13 @@ def _check(name: str, value: Any, order: str) -> None:
         raise KvfoldError(f"{order}, not {_shown(value)}")
     if name in TEXTS:
         check_text(value)
-    if name in ("path", "out"):
+    if name in FILES:
         check_path(value, order)
+    if name in COUNTS:
+        count_of(name, value)
+    several = value if isinstance(value, list | tuple) else [value]
+    if name in NAMES and not all(isinstance(each, str) for each in several):
+        raise KvfoldError(f"{name} are texts, not {_shown(value)}")
 
 
 def check_text(text: Any) -> None:

@@ -276,6 +276,11 @@ def test_bad_input_is_refused(new, model, tokenizer, tmp_path):
         session.ask()
     with pytest.raises(KvfoldError, match="message 'a' already"):
         session.ask(Message("two", id="a"))
+    for name in (["a"], None):
+        with pytest.raises(KvfoldError, match="no message"):
+            session.drop(name)
+        with pytest.raises(KvfoldError, match="no message"):
+            session.shorten(name, "o")
     with pytest.raises(KvfoldError, match="no message 'b'"):
         session.drop("b")
     for longer in ("", "two words"):

@@ -150,7 +150,49 @@ def test_counts_texts_and_template_arguments_of_another_type_are_named(
     assert said == context.ask("When?", max_new_tokens=torch.tensor(4))
 
 
-@pytest.mark.parametrize("given", [3, b"x", ["a"], {}, object(), len, str, np.array([1])], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tokens": "8"}, "tokens is a whole number from 1 on, not '8'"),
+        ({"tokens": 2.5}, "tokens is a whole number from 1 on, not 2.5"),
+        ({"tolerance": None}, "the tolerance is None"),
+        ({"tolerance": "0.1"}, "the tolerance is '0.1'"),
+        ({"prompts": None}, "prompts are a file, a folder, or a list"),
+        ({"prompts": [1, 2]}, "prompts are a file, a folder, or a list"),
+    ],
+)
+def test_what_a_check_cannot_measure_is_named(
+    pair: tuple[Any, Any], wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(KvfoldError) as refusal:
+        kvfold.check(*pair, **{"prompts": ["A.", "B."], "methods": "snapkv"} | wrong)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tasks": 3}, "tasks are texts, not 3"),
+        ({"tasks": ["niah", None]}, "tasks are texts, not a list"),
+        ({"max_length": "many"}, "max_length is a whole number"),
+        ({"samples": 0}, "samples is a whole number from 1 on, not 0"),
+        ({"batch_size": 0.5}, "batch_size is a whole number"),
+        ({"lengths": [64, "128"]}, "lengths is a whole number"),
+        ({"haystack": 7}, "not 7"),
+        ({"data": ""}, "the file's name is empty"),
+    ],
+)
+def test_what_no_evaluation_can_take_is_named(
+    pair: tuple[Any, Any], wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(KvfoldError) as refusal:
+        kvfold.evaluate(*pair, **{"tasks": "niah_magic", "methods": "knorm", "budgets": 9} | wrong)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "given", [3, b"x", ["a"], {}, object(), len, str, np.array([1])], ids=lambda x: type(x).__name__
+)
 def test_what_is_no_tokenizer_is_named(
     pair: tuple[Any, Any], context: kvfold.Context, given: Any, tmp_path: Path
 ) -> None:
@@ -229,6 +271,7 @@ def test_empty_names_of_files_are_refused(pair: tuple[Any, Any], context: kvfold
         (("run", "bundled", "--dtype", "int8"), "--dtype"),
         (("compress", "bundled"), "kvfold compress -h"),
         (("compres", "bundled"), "compres"),
+        (("--foo", "run"), "No such option: --foo (see kvfold -h)"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(arguments: tuple[str, ...], said: str) -> None:
