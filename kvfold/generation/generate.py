@@ -33,7 +33,7 @@ from kvfold.generation.pieces import (
     forward_ends,
     piece_ends,
     piece_of,
-    without_lone_padding,
+    without_lone_columns,
 )
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, past_switch, resumption
@@ -296,7 +296,7 @@ def _forward_ends(
 ) -> list[int]:
     """Ends of the forwards that read columns `start` to `stop`, at most `chunk` at a time.
 
-    Raises KvfoldError for padding where tokens are read one by one, and as `without_lone_padding`
+    Raises KvfoldError for padding where tokens are read one by one, and as `without_lone_columns`
     where layers are recurrent.
     """
     check_chunk(chunk)
@@ -309,7 +309,7 @@ def _forward_ends(
             f"{type(model).__name__} reads token by token after the first piece, and would not "
             "skip padding there: leave out prefill_chunk="
         )
-    return without_lone_padding(ends, mask, start)
+    return without_lone_columns(ends, mask, start)
 
 
 def _behind_switch(cache: CompressedCache, start: int, stop: int, ends: list[int]) -> list[int]:

@@ -66,13 +66,13 @@ def forward_ends(mask: Tensor | None, start: int, stop: int, chunk: int) -> list
     return [*range(start, first, chunk), *range(first, stop, chunk), stop][1:]
 
 
-def without_lone_padding(ends: list[int], mask: Tensor, start: int) -> list[int]:
-    """`ends` of forwards from column `start` on, the last two moved if a lone column has padding.
+def without_lone_columns(ends: list[int], mask: Tensor, start: int) -> list[int]:
+    """`ends` of forwards from column `start` on, the last two moved if the last is a lone column.
 
-    For recurrent layers, which take padding for tokens in a forward of one column. Raises
-    KvfoldError if pieces are too short for that.
+    For recurrent layers: in a forward of one column they take padding for tokens, and those of
+    Nemotron-H compute another function. Raises KvfoldError if padding is left in such a forward.
     """
-    if len(ends) > 1 and ends[-1] - ends[-2] == 1 and _is_padded(mask, ends[-2]):
+    if len(ends) > 1 and ends[-1] - ends[-2] == 1 and ends[-2] - [start, *ends][-3] > 2:
         ends = [*ends[:-2], ends[-2] - 1, ends[-1]]
     forwards = pairwise([start, *ends])
     if any(end - begin == 1 and _is_padded(mask, begin) for begin, end in forwards):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache, NemotronHConfig, NemotronHForCausalLM
 
 import kvfold
-from kvfold import KvfoldError
+from kvfold import CompressedCache, KvfoldError
 from kvfold.generation import generate as generation
 from kvfold.generation.pieces import (
     before_padding,
@@ -19,9 +20,10 @@ from kvfold.generation.pieces import (
     forward_ends,
     piece_ends,
     piece_of,
-    without_lone_padding,
+    without_lone_columns,
 )
-from tests.helpers.models import build, prompts
+from tests.helpers.models import build, prompts, sharpen
+from tests.helpers.truth import worst
 
 
 def test_lengths():
@@ -51,22 +53,55 @@ def test_forwards_end_before_padding_between_tokens():
     ("ends", "padding", "expected"),
     [
         ([4, 8, 9], 9, [4, 7, 9]),
-        ([4, 8, 9], 8, [4, 8, 9]),  # the last column is a token in both rows
+        ([4, 8, 9], 0, [4, 7, 9]),
+        ([2, 3], 0, [2, 3]),
         ([4, 8, 10], 10, [4, 8, 10]),
         ([9], 9, [9]),
     ],
 )
-def test_a_lone_column_of_padding_is_read_with_the_one_before(ends, padding, expected):
+def test_a_lone_column_is_read_with_the_one_before(ends, padding, expected):
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :padding] = 0
-    assert without_lone_padding(ends, mask, 0) == expected
+    assert without_lone_columns(ends, mask, 0) == expected
 
 
 @pytest.mark.parametrize(("start", "ends"), [(0, [1]), (0, [1, 4]), (2, [4, 5]), (0, [1, 2, 3])])
 def test_pieces_too_short_to_avoid_a_lone_column_of_padding_are_refused(start, ends):
     mask = torch.tensor([[1] * 8, [0] * 6 + [1] * 2])
     with pytest.raises(KvfoldError, match="3 or more"):
-        without_lone_padding(ends, mask, start)
+        without_lone_columns(ends, mask, start)
+
+
+def test_pieces_of_a_model_that_computes_lone_columns_otherwise_are_the_whole():
+    """Nemotron-H raises small time steps in forwards of several tokens only."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    config = NemotronHConfig(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=kinds,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        chunk_size=16,
+        experts_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = NemotronHForCausalLM(config).eval()
+    sharpen(model, 0)
+    ids, _ = prompts((41,))
+    cache = CompressedCache(model, "full")
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    out = kvfold.generate(model, ids, cache=cache, prefill_chunk=20, do_sample=False, **options)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits[:, -1]
+        lone = DynamicCache(config=config)
+        for piece in ids.split((20, 1, 20), 1):
+            apart = model(piece, past_key_values=lone).logits[:, -1]
+    assert worst(out.logits[0], whole) < 1e-4 < 10 * worst(apart, whole)
 
 
 @settings(max_examples=300, deadline=None)
