@@ -17,6 +17,7 @@ from tests.helpers.caches import ALONE, PADDED, kept, positions, start
 from tests.helpers.commands import refused, run_json
 from tests.helpers.contexts import DOCUMENT
 from tests.helpers.models import build
+from tests.helpers.tokenizers import word_tokenizer
 
 SNAPKV = "snapkv:window=4"
 LISTS: list[list[Any]] = [[0.25, 0.51, 0.3, 0.87], [20, 33, 8, 41], [1.0, 0.5, "30%", ".4"]]
@@ -99,7 +100,7 @@ def test_arrays_and_lists_in_brackets_are_lists(model) -> None:
 )
 def test_what_is_no_budget_of_layers_is_refused(model, method, budgets, message) -> None:
     with pytest.raises(KvfoldError, match=message):
-        CompressedCache(model, method, budgets, tokenizer=object())
+        CompressedCache(model, method, budgets, tokenizer=word_tokenizer())
 
 
 def test_a_file_and_a_command_hold_it(tmp_path) -> None:
