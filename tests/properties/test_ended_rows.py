@@ -102,8 +102,11 @@ class Turns:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "budget"), [*APPENDING, *CHANGING, *OTHERS], ids=str)
-@pytest.mark.parametrize("lengths", [LENGTHS, PADDED], ids=["even", "padded"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 4}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [(LENGTHS, {}), (PADDED, {}), (PADDED, {"prefill_chunk": 4})],
+    ids=["even", "padded", "padded-chunks"],
+)
 def test_a_row_that_ended_goes_on_as_alone(model, spec, budget, lengths, options):
     turns = Turns(model, spec, budget, lengths)
     cache = turns.cache()
