@@ -41,10 +41,10 @@ def json_arguments(
             f"arguments of a chat template are kept in files, as JSON: {problem}"
         ) from None
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    read = read_by(tokenizer) if made else set()
     for name in made:
         if (name in own and name not in OF_TEMPLATES) or name == "messages":
             raise KvfoldError(f"{name!r} is no argument of a chat template: leave it out")
-        read = read_by(tokenizer)
         if name not in read:
             raise KvfoldError(
                 f"the chat template does not read {name!r}: leave it out; it reads "

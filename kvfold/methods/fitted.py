@@ -83,7 +83,7 @@ class Fitted:
 
         Each has the KV heads of a layer, and the channels of a key and of a value.
         """
-        for _, key, value in shapes:
+        for key, value in {each[1:] for each in shapes}:  # layers are mostly alike
             if not self.fits(key, value):
                 raise ScorerFileError(
                     f"a file for {self.method} is not of keys and values of {key} and {value} "
