@@ -76,7 +76,7 @@ publish() {
     python "$root/benchmarks/compact_samples.py" "$out/$comparison" "$folder/samples.csv.gz"
 }
 publish leaderboard "$docs"
-cp "$out"/pages/leaderboard/{index.html,tasks.md,*.png} "$docs"
+cp "$out"/pages/leaderboard/{tasks.md,*.png} "$docs"
 for comparison in uuids streaming d2o simlayerkv dbudgetkv pyramidkv; do
     publish $comparison "$docs/$comparison"
 done

@@ -185,7 +185,7 @@ def make_pages(results: Sequence[CellResult], root: Path = ROOT) -> None:
     out = root / "docs" / "results"
     with tempfile.TemporaryDirectory() as name:
         for path in write.write(results, Path(name)).paths:
-            if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
+            if path.name in ("report.md", "tasks.md") or path.match("needles-*.png"):
                 shutil.copy(path, out)
     real_picture.draw(boards(core(results)), out / real_picture.FILE)
     which_method.write(results, out, root / "docs" / which_method.PAGE.name)

@@ -62,9 +62,9 @@ ON_GPU = (
     "[are the same](../performance.md#on-a-gpu)."
 )
 LINKS = """\
-- [index.html](index.html): all methods and budgets, to sort and filter. [report.md](report.md)
-  has the tables, [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how
-  it is measured.
+- `kvfold report docs/results` makes a page of all methods and budgets, to sort and filter. The
+  site has it as `leaderboard.html`. [report.md](report.md) has the tables,
+  [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how it is measured.
 - [records.jsonl](records.jsonl), and `samples.csv.gz`: every answer's score and its first
   characters. `python benchmarks/paired.py docs/results kvzip@0.2 snapkv@0.2` compares two
   methods."""

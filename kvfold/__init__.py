@@ -30,8 +30,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """A public name, imported now and bound here."""
-    if name == "methods":  # the package, which is called as the deprecated function of that name
-        return import_module("kvfold.methods")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

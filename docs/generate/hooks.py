@@ -6,16 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import kvpress_page
+import leaderboard
 import links
 import method_pages
 import reference
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-# Folders of leaderboards. mkdocs.yml excludes their index.html, as the README.md beside it takes
-# its name on the site.
-LEADERBOARDS = "results", "results/bundled"
 # Pages of the really trained model, which are there once it has records
 PUBLISHED = {"All tables": "results/report.md", "By task": "results/tasks.md"}
 
@@ -31,7 +29,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the generated pages, and leaderboards' pages under a name of their own."""
+    """Adds the generated pages, and leaderboards to sort and filter."""
     made = {page: (links.ROOT / file).read_text("utf-8") for file, page in links.OUTSIDE.items()}
     made["coming-from-kvpress.md"] = kvpress_page.page()
     made["methods/index.md"] = method_pages.overview()
@@ -41,18 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         made[_address(title)] = text
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
-    for folder in LEADERBOARDS:
-        if (links.DOCS / folder / "index.html").is_file():
-            files.append(
-                File(
-                    f"{folder}/index.html",
-                    config.docs_dir,
-                    config.site_dir,
-                    config.use_directory_urls,
-                    dest_uri=f"{folder}/leaderboard.html",
-                    inclusion=InclusionLevel.INCLUDED,
-                )
-            )
+    for folder, text in leaderboard.to_sort().items():
+        files.append(File.generated(config, f"{folder}/leaderboard.html", content=text))
     return files
 
 
@@ -62,7 +50,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if page.parent is None:  # no section, whose pages would be listed beside it
         page.meta["hide"] = ["navigation"]
     outside = {of: file for file, of in links.OUTSIDE.items()}
-    return links.for_site(markdown, outside.get(path, f"docs/{path}"), path)
+    text = links.for_site(markdown, outside.get(path, f"docs/{path}"), path)
+    return text.replace("`leaderboard.html`", "[leaderboard.html](leaderboard.html)")
 
 
 def _section(config: MkDocsConfig, title: str) -> list[Any]:

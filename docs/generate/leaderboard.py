@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
+from pathlib import Path
 
 from links import DOCS
 
@@ -13,8 +15,10 @@ from kvfold.loading import BUNDLED
 from kvfold.methods.base import Composition, Method, parse
 from kvfold.report.board import Board, boards, haystacks
 from kvfold.report.load import load_results
+from kvfold.report.page import page
 from kvfold.report.summary import ReportRow
 from kvfold.report.tables import COLUMNS, by_budget, cells
+from kvfold.report.write import styles_of
 
 RESULTS = DOCS / "results"
 BUNDLED_RESULTS = RESULTS / "bundled"
@@ -31,7 +35,7 @@ READING = (
 def section(cls: type[Method]) -> str:
     """Tables of a method's rows, for each model and protocol, and links to other comparisons."""
     parts = []
-    for board in _leaderboard():
+    for board in chain(*_leaderboards().values()):
         rows = by_budget(board.overall())
         own = [row for row in rows if cls in _classes(row.method)]
         if own:
@@ -47,11 +51,19 @@ def section(cls: type[Method]) -> str:
     return "\n\n".join(parts)
 
 
+def to_sort() -> dict[str, str]:
+    """Pages of all rows of a model, to sort and filter, by the folder of its records."""
+    return {
+        folder.relative_to(DOCS).as_posix(): page(every, styles_of(every))
+        for folder, every in _leaderboards().items()
+    }
+
+
 @cache
-def _leaderboard() -> list[Board]:
-    """Boards of both models, one for each protocol, those of the really trained one first."""
+def _leaderboards() -> dict[Path, list[Board]]:
+    """Boards of both models by folder, one for each protocol, the really trained one first."""
     files = [folder / "records.jsonl" for folder in (RESULTS, BUNDLED_RESULTS)]
-    return [board for file in files if file.is_file() for board in boards(load_results([file]))]
+    return {file.parent: boards(load_results([file])) for file in files if file.is_file()}
 
 
 @cache

@@ -28,7 +28,7 @@ def module() -> Iterator[Callable[[str], ModuleType]]:
         ("docs/python.md", "python.md", "../README.md", "index.md"),
         ("docs/python.md", "python.md", "cli.md#files", "cli.md#files"),
         ("docs/results/README.md", "results/README.md", "../inspect.md", "../inspect.md"),
-        ("docs/results/README.md", "results/README.md", "index.html", "index.html"),
+        ("docs/results/README.md", "results/README.md", "report.md", "report.md"),
         (
             "docs/results/bundled/README.md",
             "results/bundled/README.md",

@@ -30,7 +30,7 @@ from kvfold.methods.registry import listed
 from kvfold.report.board import boards
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
-from kvfold.report.write import styles_of, texts
+from kvfold.report.tables import by_task, markdown
 from real_model.make import FITTED
 from tests.helpers.reports import HERE, MODEL, made
 from tests.helpers.scripts import BENCHMARKS, module_of, scripts_of
@@ -168,8 +168,8 @@ def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> No
 def test_published_tables_are_those_of_the_records() -> None:
     every = boards(published())
 
-    for name, text in texts(every, styles_of(every)).items():
-        assert (RESULTS / name).read_text(encoding="utf-8") == text, name
+    assert (RESULTS / "report.md").read_text(encoding="utf-8") == markdown(every)
+    assert (RESULTS / "tasks.md").read_text(encoding="utf-8") == by_task(every)
 
 
 def test_fitted_methods_were_run_with_the_fits_that_make_real_brings() -> None:
@@ -481,7 +481,7 @@ def test_a_run_is_published_while_it_goes_on(
     )
     assert {len(row["prediction"]) for row in rows} == {200}
     found = {path.name for path in out.iterdir()}
-    assert {"index.html", "report.md", "tasks.md", publishing.real_picture.FILE} <= found
+    assert {"report.md", "tasks.md", publishing.real_picture.FILE} <= found
     texts = [path.read_text(encoding="utf-8") for path in out.iterdir() if path.suffix != ".gz"]
     assert not [text for text in texts if "/home/someone" in text]
 
@@ -602,7 +602,7 @@ def test_pages_are_made_anew_of_published_records(
     publishing.publish(run, checkout)
     out = checkout / "docs" / "results"
     before = {path: path.read_bytes() for path in checkout.rglob("*.*") if path.parent != run}
-    for name in ("README.md", "report.md", "index.html", publishing.real_picture.FILE):
+    for name in ("README.md", "report.md", publishing.real_picture.FILE):
         (out / name).write_text("other", encoding="utf-8")
 
     publishing.make_pages(load_results([out / "records.jsonl"]), checkout)
