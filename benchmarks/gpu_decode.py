@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold.bench.clock import synchronize
-from kvfold.bench.machine import MachineSetup, commit
 from kvfold.bench.models import BenchModel
+from kvfold.measure.clock import synchronize
+from kvfold.measure.machine import MachineSetup, commit
 
 STOCK = "transformers"
 METHODS = (

@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 import kvfold
-from kvfold.bench.cost import measured
 from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.cache.fork import fork
 from kvfold.generation.reconstruct import reconstruct
@@ -33,6 +32,7 @@ from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content
 from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
+from kvfold.measure.cost import measured
 
 KEYS = ["harbor", "lantern", "orchard", "compass", "velvet", "glacier", "pepper", "walnut"]
 INTRODUCTION = "Some special magic numbers are hidden within the following text. Memorize them.\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 import kvfold
 from kvfold.bench.models import BenchModel
-from kvfold.bench.peak import ALLOCATOR, RESET, memory
+from kvfold.measure.peak import ALLOCATOR, peak_during
 
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -38,12 +39,9 @@ def read(
         cache = kvfold.CompressedCache(
             subject.model, method, min(budget, 32) if tokens == 64 else budget
         )
-        RESET.write_text("5")
-        before = memory("VmRSS")
-        kvfold.generate(
-            subject.model, ids, cache=cache, max_new_tokens=1, do_sample=False, **WAYS[way]
-        )
-    answers.put((memory("VmHWM") - before, cache.stats().nbytes, cache.stats().nbytes_full))
+        options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, **WAYS[way]}
+        peak = peak_during(partial(kvfold.generate, subject.model, ids, cache=cache, **options))
+    answers.put((peak, cache.stats().nbytes, cache.stats().nbytes_full))
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fit.fit import PENALTIES, PROJECTIONS, Features, parts_of
+from kvfold.fit.features import PROJECTIONS, Features
+from kvfold.fit.fit import PENALTIES, parts_of
 from kvfold.fit.held_out import BUDGETS, HeldOut, compare, mean_of
 from kvfold.fit.passages import drawn
 from kvfold.fit.sums import RidgeSums

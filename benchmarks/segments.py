@@ -12,8 +12,8 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from kvfold.bench.clock import seconds
 from kvfold.kernels.ragged import attend_to_segments
+from kvfold.measure.clock import seconds
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
 

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the house: no import upwards, no circle, nothing too long, no name twice."""
+"""The plan of the house: no import upwards, no circle at all, nothing too long, no name twice."""
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import kvfold
-
-ROOT = Path(kvfold.__file__).parent
+from tests.helpers.import_graph import MODULES, circles, imports
 
 # From the foundation up: a wing imports its own floor's modules and those of the floors below.
 FLOORS = (
     ("errors", "budget", "interruption", "terminal", "reading", "writing"),
+    ("evidence",),
     ("kernels",),
     ("store",),
     ("methods",),
@@ -26,6 +24,7 @@ FLOORS = (
     ("policies",),
     ("generation",),
     ("contexts",),
+    ("measure",),
     ("jobs",),
     ("eval", "inspect", "report", "bench", "serve", "checks", "fit"),
     ("cli",),
@@ -33,46 +32,6 @@ FLOORS = (
 )
 FLOOR = {wing: number for number, wings in enumerate(FLOORS) for wing in wings}
 LINES, FUNCTION_LINES = 400, 60
-
-
-def modules() -> dict[str, Path]:
-    """Every module by its dotted name."""
-    found = {}
-    for path in ROOT.rglob("*.py"):
-        parts = ("kvfold", *path.relative_to(ROOT).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules()
-
-
-def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
-    """The modules of kvfold that a file imports; those inside functions only where asked for."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = _run_at_import(tree) if at_import_only else ast.walk(tree)
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name in MODULES}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvfold":
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in MODULES else str(node.module))
-    return found - {"kvfold"}
-
-
-def _run_at_import(tree: ast.Module) -> list[ast.AST]:
-    """Statements that run when the module is imported."""
-    found: list[ast.AST] = []
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-            if not checking and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append(node)
-                waiting.append(node)
-    return found
 
 
 def wing(module: str) -> str:
@@ -92,19 +51,47 @@ def test_nothing_imports_upwards(module: str) -> None:
     assert not beside or own in (FLOOR["errors"], FLOOR["loading"], FLOOR["eval"])
 
 
-def test_there_are_no_circles() -> None:
-    graph = {name: imports(path, at_import_only=True) for name, path in MODULES.items()}
-    done: set[str] = set()
+# Circles that are left in the core, each by its files: no other circle, and none of these that is
+# broken, may be here.
+LEFT = (
+    {"methods.fitted", "methods.observation"},
+    {
+        "methods.base",
+        "methods.option_values",
+        "methods.registry",
+        "methods.stages.decode",
+        "methods.stages.refit.base",
+    },
+    {
+        "cache.byte_count",
+        "cache.cache",
+        "cache.continuation",
+        "cache.copy_to_budget",
+        "cache.edits",
+        "cache.shrink",
+    },
+)
 
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " → ".join((*way[way.index(name) :], name))
-        if name not in done:
-            for other in graph[name]:
-                visit(other, (*way, name))
-            done.add(name)
 
-    for name in graph:
-        visit(name, ())
+def test_there_are_no_circles_of_files_lazy_and_typed_imports_counted() -> None:
+    graph = {name: imports(path) for name, path in MODULES.items()}
+    found = [{name.removeprefix("kvfold.") for name in circle} for circle in circles(graph)]
+    left = [circle for circle in found if any(circle <= known for known in LEFT)]
+    assert [circle for circle in found if circle not in left] == []
+    gone = [known for known in LEFT if not any(circle <= known for circle in left)]
+    assert not gone, "strike what is broken"
+
+
+def test_there_are_no_circles_of_wings() -> None:
+    graph: dict[str, set[str]] = {}
+    for name in set(MODULES) - {"kvfold"}:
+        graph.setdefault(wing(name), set()).update(map(wing, imports(MODULES[name])))
+    assert circles(graph) == []
+
+
+def test_circles_are_found_as_by_hand() -> None:
+    graph = {"a": "b", "b": "ca", "c": "d", "d": "ec", "e": "f", "f": "", "g": "g"}
+    assert {*circles(graph)} == {frozenset("ab"), frozenset("cd")}
 
 
 def test_no_two_classes_have_one_name() -> None:

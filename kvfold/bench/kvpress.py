@@ -15,13 +15,13 @@ from torch import Tensor
 from kvfold.bench.counterparts import press
 from kvfold.bench.kvpress_client import KvpressClient
 from kvfold.bench.lineup import Makers
-from kvfold.bench.machine import MachineSetup
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import FULL, CacheSize, ParticipantLabel, PrefillCost
-from kvfold.bench.peak import ALLOCATOR, WARM_UP, can_measure
 from kvfold.bench.record import BenchCell
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
+from kvfold.measure.machine import MachineSetup
+from kvfold.measure.peak import ALLOCATOR, WARM_UP, can_measure
 
 EAGER = "ObservedAttentionPress"
 # Float32 matrices of N × N per query head that eager attention holds: logits, softmax, its input.

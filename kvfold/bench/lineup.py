@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import (
     CompiledParticipant,
@@ -19,6 +18,7 @@ from kvfold.bench.participants import (
 from kvfold.bench.record import BenchCell
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
+from kvfold.measure.machine import MachineSetup
 from kvfold.methods.base import parse
 
 # Constructors of participants; each call makes one with an empty cache.

@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.bench.baseline import full_cache, full_twin
-from kvfold.bench.clock import compression_watched, seconds
 from kvfold.bench.models import BenchModel
-from kvfold.bench.peak import can_measure, peak_of
 from kvfold.bench.random_scorer import runnable
 from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.cache.cache import CompressedCache
@@ -26,6 +24,8 @@ from kvfold.generation.generate import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
 from kvfold.hf.compiling import compiled_call
 from kvfold.hf.versions import CACHE
+from kvfold.measure.clock import compression_watched, seconds
+from kvfold.measure.peak import allocated, can_measure, peak_above, peak_of
 
 FULL, AGAIN = "full", "full again"
 
@@ -124,16 +124,10 @@ class LocalParticipant:
         self.free()
         self.cache = self.make(room)
         device, ids = self.model.device, ids.to(self.model.device)
-        before = 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+        before = allocated(device)
         with compression_watched(device) as watch:
             taken = seconds(device, lambda: self.read(ids))
-        peak = None
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device) - before
-        return PrefillCost(taken, watch.total(), peak)
+        return PrefillCost(taken, watch.total(), peak_above(device, before))
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> float:
@@ -143,10 +137,11 @@ class LocalParticipant:
     def peak_alone(self, batch: int, length: int, room: int) -> int | None:
         if self.model.device.type != "cpu" or not can_measure():
             return None
-        return peak_of(self.spec(), batch, length, room)
+        work = {"batch": batch, "length": length, "room": room}
+        return peak_of("kvfold.bench.peak", self.spec() | work, self.label.method)
 
     def spec(self) -> dict[str, Any]:
-        """JSON-serialisable description from which `peak.main` rebuilds this participant."""
+        """JSON-serialisable description from which `bench.peak` rebuilds this participant."""
         source, label = self.subject.source, self.label
         return source.model_dump() | dataclasses.asdict(label)
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from kvfold.bench.participants import AGAIN
 from kvfold.bench.record import BenchCell
 from kvfold.bench.summary import BenchRow
-from kvfold.report.mathtext import plain
+from kvfold.evidence.pictures import plain
 
 PANELS = {
     "first_token": "time to first token",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.bench.models import ModelShape
 from kvfold.bench.participants import ParticipantLabel
 from kvfold.errors import KvfoldError
+from kvfold.measure.machine import MachineSetup
 
 
 class BenchCell(BaseModel):

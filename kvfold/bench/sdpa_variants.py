@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from kvfold.bench.clock import seconds
 from kvfold.hf.models import text_config
+from kvfold.measure.clock import seconds
 
 TRIED = 2048  # tokens of the timed prefill, at most
 TRIES = 5  # timed calls per kernel

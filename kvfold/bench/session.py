@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.lineup import Makers
-from kvfold.bench.machine import MachineSetup, commit
 from kvfold.bench.models import BenchModel, ModelShape
 from kvfold.bench.participants import (
     AGAIN,
@@ -26,9 +25,10 @@ from kvfold.bench.participants import (
     ParticipantLabel,
     PrefillCost,
 )
-from kvfold.bench.peak import WARM_UP
 from kvfold.bench.record import BenchCell, Measurement, RoundRecord
 from kvfold.bench.sdpa_variants import fastest
+from kvfold.measure.machine import MachineSetup, commit
+from kvfold.measure.peak import WARM_UP
 
 # Pause in seconds before each turn. Threads of the previous participant's process go to sleep in
 # it; all participants pause alike, as the scheduler favours a process that has slept.

@@ -13,12 +13,12 @@ from transformers import cache_utils
 
 from kvfold.bench.baseline import twin
 from kvfold.bench.lineup import Makers
-from kvfold.bench.machine import MachineSetup
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import CacheSize, LocalParticipant, ParticipantLabel
 from kvfold.bench.record import BenchCell
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import text_config
+from kvfold.measure.machine import MachineSetup
 
 BITS = 4
 # Backends of QuantizedCache, and the module each one imports.

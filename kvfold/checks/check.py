@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold import __version__
-from kvfold.bench.machine import MachineSetup, commit
 from kvfold.budget import Budget
 from kvfold.cache.plan import checked_budget
 from kvfold.checks.batches import ROWS, batched, rows_of
@@ -40,6 +39,7 @@ from kvfold.eval.run.plan import written
 from kvfold.generation.length import check_length
 from kvfold.hf.arguments import checked_arguments
 from kvfold.jobs.outputs import check_apart
+from kvfold.measure.machine import MachineSetup, commit
 from kvfold.methods.base import Method, parse
 
 TOKENS = 64

@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.checks.estimates import BootstrapEstimate
 from kvfold.eval.run.cell import EvaluatedModel
+from kvfold.measure.machine import MachineSetup
 
 
 class CheckLimits(BaseModel):

@@ -13,7 +13,7 @@ from kvfold.cli.options import Json
 from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
-    from kvfold.contexts.files.format import Header
+    from kvfold.contexts.files.header import Header
 
 
 def command(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +13,9 @@ from kvfold.cache.fork import end_turn, fork_within
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import AnswerStream
 from kvfold.contexts.chat import Chat
+from kvfold.contexts.document import CompressedDocument
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf.stock_layers import layer_lengths
-
-if TYPE_CHECKING:
-    from kvfold.contexts.context import Context
 
 
 class BoundedChat(Chat):
@@ -30,7 +28,7 @@ class BoundedChat(Chat):
     budget that is not a number of tokens, or too small.
     """
 
-    def __init__(self, context: Context, budget: Budget | float | str) -> None:
+    def __init__(self, context: CompressedDocument, budget: Budget | float | str) -> None:
         made = Budget.of(budget)
         if made.kind != "tokens":
             raise BudgetError(

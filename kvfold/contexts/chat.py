@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,13 @@ from kvfold.cache.fork import fork
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_answer, without_end
+from kvfold.contexts.document import CompressedDocument
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import settings_of
 from kvfold.generation.length import check_length
 from kvfold.hf.arguments import checked_arguments, count_of
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
-
-if TYPE_CHECKING:
-    from kvfold.contexts.context import Context
 
 ONE_ANSWER = ("num_beams", "num_return_sequences")
 
@@ -39,7 +37,7 @@ class Chat:
     Raises KvfoldError if the context's cache has read anything else.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CompressedDocument) -> None:
         context.check()
         self.context = context
         self.ids = context.ids

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.shrink import shrunk
 from kvfold.cache.spans import Span, opening_length, span_in
-from kvfold.cache.stats import Stats
 from kvfold.contexts import edits
 from kvfold.contexts.bounded_chat import BoundedChat
 from kvfold.contexts.chat import Chat
+from kvfold.contexts.document import CompressedDocument
 from kvfold.contexts.edits import Mode
-from kvfold.contexts.files.format import LevelHeader
+from kvfold.contexts.files.write import save
 from kvfold.contexts.levelled import levelled
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import (
@@ -43,20 +42,12 @@ from kvfold.methods.layer_budgets import Given
 from kvfold.methods.stages.select.one_set import Rule
 
 
-@dataclass(frozen=True, repr=False)
-class Context:
+class Context(CompressedDocument):
     """A compressed document; each question reads it alone, without earlier questions.
 
     `frame` holds the chat template parts around a question, `ids [1, N]` the tokens that were read,
     those of the template before the document included. `level` tells what `levelled` has changed.
     """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    cache: CompressedCache
-    frame: PromptFrame
-    ids: Tensor
-    level: LevelHeader | None = None
 
     def __repr__(self) -> str:
         model, cache = type(self.model).__name__, self.cache
@@ -65,19 +56,6 @@ class Context:
             f"Context(model={model}, method={str(cache.method)!r}{budget}, "
             f"tokens={self.ids.shape[1]}, nbytes={self.stats().nbytes})"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        """A copy with a cache of its own, of the same model."""
-        return replace(self, cache=copy.deepcopy(self.cache, memo))
-
-    def check(self) -> None:
-        """Raises KvfoldError if the cache has read tokens other than the document's."""
-        seen, known = self.cache.get_seq_length(), self.ids.shape[1]
-        if seen != known:
-            raise KvfoldError(
-                f"the cache of this context has read {seen} tokens, and the context has {known}: "
-                "leave its cache alone, and use ctx.chat() for later turns"
-            )
 
     def ask(
         self, question: str, *, template: Mapping[str, Any] | None = None, **options: Any
@@ -108,10 +86,6 @@ class Context:
         """
         check_same(self.tokenizer, self.frame, None, template)
         return Chat(self) if budget is None else BoundedChat(self, budget)
-
-    def stats(self) -> Stats:
-        """Kept entries and bytes of the compressed document."""
-        return self.cache.stats()
 
     @checked_arguments
     def shrink(self, budget: Budget | float | str) -> Context:
@@ -175,8 +149,6 @@ class Context:
         "kvtc:file=BASIS,ratio=16" codes keys and values in a basis of the model, which
         `kvfold fit --codec kvtc` writes.
         """
-        from kvfold.contexts.files.write import save
-
         save(self, path, codec=codec)
 
 

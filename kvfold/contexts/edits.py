@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kvfold.cache.edits import dropped, joined
 from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.renumber import Renumbering
 from kvfold.cache.spans import Span, opening_length, span_of
+from kvfold.contexts.document import CompressedDocument
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_per_chunk, read_turn
 from kvfold.generation.length import check_length
@@ -32,15 +33,13 @@ from kvfold.hf.chat_template import token_ids
 from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import content
 
-if TYPE_CHECKING:
-    from kvfold.contexts.context import Context
-
 Mode = Literal["splice", "reread"]
+Document = TypeVar("Document", bound=CompressedDocument)
 
 
 def replaced(
-    context: Context, span: Span, text: str, mode: Mode, prefill_chunk: int | None = None
-) -> Context:
+    context: Document, span: Span, text: str, mode: Mode, prefill_chunk: int | None = None
+) -> Document:
     """A context whose document has `text` in place of a span; empty text drops the span.
 
     `prefill_chunk`: tokens per forward where the document is read again; None: all at once. Raises
@@ -68,8 +67,8 @@ def replaced(
 
 @torch.no_grad()
 def appended(
-    context: Context, text: str, allow_longer: bool, prefill_chunk: int | None = None
-) -> Context:
+    context: Document, text: str, allow_longer: bool, prefill_chunk: int | None = None
+) -> Document:
     """A context with `text` behind its document, read as one more turn of it.
 
     Methods with forwards of their own (KVzip, PyramidInfer) keep all of it. Raises KvfoldError for
@@ -86,7 +85,7 @@ def appended(
     return replace(context, cache=cache, ids=ids, level=None)
 
 
-def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:
+def join(contexts: Sequence[Document], *, allow_longer: bool = False) -> Document:
     """One context with all documents, in order, none of which has read another.
 
     Each was compressed alone, so that a library of documents is read once and joined as needed.
@@ -97,9 +96,9 @@ def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:
     for methods that sum attention or move keys to other positions, for a whole that is too long for
     the model, and for entries that cannot be moved; see `kvfold.cache.edits.Edits`.
     """
-    from kvfold.contexts.context import Context
-
-    listed = isinstance(contexts, Sequence) and all(isinstance(c, Context) for c in contexts)
+    listed = isinstance(contexts, Sequence) and all(
+        isinstance(c, CompressedDocument) for c in contexts
+    )
     if not listed or len(contexts) < 2:
         raise KvfoldError("give a list of at least two contexts to join: join([one, other])")
     first, *others = contexts
@@ -115,7 +114,7 @@ def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:
     return replace(first, cache=cache, ids=torch.cat(parts, 1), level=None)
 
 
-def _check(context: Context) -> None:
+def _check(context: CompressedDocument) -> None:
     """Raises KvfoldError unless the context's cache has read the context's tokens."""
     context.check()
     read = context.cache.phase.history.whole()
@@ -123,7 +122,7 @@ def _check(context: Context) -> None:
         raise KvfoldError("the cache of this context was edited itself: edit the context only")
 
 
-def _shared_opening(first: Context, other: Context) -> int:
+def _shared_opening(first: CompressedDocument, other: CompressedDocument) -> int:
     """Tokens of `other` before its document, where `first` begins with the same template.
 
     Raises KvfoldError where it does not.
@@ -138,13 +137,13 @@ def _shared_opening(first: Context, other: Context) -> int:
     return opening
 
 
-def opening_of(context: Context) -> int:
+def opening_of(context: CompressedDocument) -> int:
     """Tokens of a context before its document."""
     opening = token_ids(context.tokenizer, context.frame.before)[0]
     return opening_length(context.ids[0], opening)
 
 
-def new_tokens(context: Context, text: str) -> Tensor:
+def new_tokens(context: CompressedDocument, text: str) -> Tensor:
     """Token ids `[1, m]` of `text` as a part of the document."""
     return token_ids(context.tokenizer, content(text, False)).to(context.ids)
 

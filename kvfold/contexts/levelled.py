@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,9 @@ from torch import Tensor
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import end_tokens
-from kvfold.contexts.files.format import LevelHeader
+from kvfold.contexts.chat import Chat
+from kvfold.contexts.document import CompressedDocument
+from kvfold.contexts.files.header import LevelHeader
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.pieces import piece_of
@@ -22,14 +24,12 @@ from kvfold.methods.base import Method, with_part
 from kvfold.methods.level import Level
 from kvfold.methods.stages.select.one_set import Rule
 
-if TYPE_CHECKING:
-    from kvfold.contexts.context import Context
-
+Document = TypeVar("Document", bound=CompressedDocument)
 # The answer whose next-token distributions are compared.
 QUESTION, TOKENS = "What is this text about?", 32
 
 
-def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context:
+def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Document:
     """`context` with one set of tokens for all layers and heads; its text is read again.
 
     In forwards of `prefill_chunk` tokens; None: all at once.
@@ -55,7 +55,7 @@ def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context
     made.binding.frame = context.frame
     ids = context.ids
     read_turn(context.model, made, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
-    asked = context.chat().question_ids(QUESTION, "", special_tokens=False)
+    asked = Chat(context).question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)
     own = [count for layer in cache.stats().kept for count in layer[0]]
     header = LevelHeader(
@@ -74,7 +74,9 @@ def level_of(method: Method, rule: Rule) -> Method:
 
 
 @torch.no_grad()
-def distance(context: Context, made: CompressedCache, asked: Tensor) -> tuple[float, int]:
+def distance(
+    context: CompressedDocument, made: CompressedCache, asked: Tensor
+) -> tuple[float, int]:
     """Mean KL over the greedy answer of `context` to the tokens `asked`, and its tokens."""
     model = context.model
     caches = [fork(context.cache), fork(made)]

@@ -28,8 +28,8 @@ from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_ans
 from kvfold.contexts.chat import check_one_answer, discard, stop_strings
 from kvfold.contexts.context import Context, compress
 from kvfold.contexts.files.format import opened
+from kvfold.contexts.files.header import SessionHeader
 from kvfold.contexts.files.read import read
-from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.contexts.session_record import Item, Message, SessionRecord, Turn
 from kvfold.errors import BudgetError, ContextFileError, KvfoldError
 from kvfold.generation.generate import read_turn

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.fit.features import PROJECTIONS, Features
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.held_out import HeldOut, compare, mean_of
 from kvfold.fit.progress import Progress
@@ -20,14 +21,12 @@ from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import ScoredText, scored, target_method
 from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.base import Method
-from kvfold.methods.stages.score.learned import Scorer, widened
+from kvfold.methods.stages.score.learned import Scorer
 
-# Validation chooses among these numbers of random projections, and these penalties.
-PROJECTIONS, PENALTIES = (0, 64, 256), (1e-4, 1e-2)
+PENALTIES = 1e-4, 1e-2  # among which validation chooses
 EQUAL = 0.002  # differences of overlaps that choose no larger scorer
 LEAST_TEXTS = 4  # one to choose by, one to report on, two to learn from
 MOST_OF_WEIGHTS = 0.01  # a scorer's numbers, as part of the model's weights
-SPREAD = 1.5  # standard deviation of a projection of features whose mean square is 1
 
 Note = Callable[[str], None]
 # Weights [L, H, f] and chosen features [f], by number of projections and penalty
@@ -49,38 +48,6 @@ class FitResult:
     numbers: int
     share: float
     held_out: HeldOut
-
-
-@dataclass(frozen=True)
-class Features:
-    """Scaling and random projections of features: `scales [L, H, F]`, `projections [F, P]`."""
-
-    scales: Tensor
-    projections: Tensor
-
-    @classmethod
-    def of_first(cls, text: ScoredText, seed: int) -> Features:
-        """Scales that bring each feature's mean square in a first text to 1."""
-        scales = text.features.double().square().mean(2).sqrt().clamp(min=1e-6).float().cpu()
-        size, most = scales.shape[-1], max(PROJECTIONS)
-        draw = torch.randn(
-            size, most, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
-        )
-        return cls(scales, draw * (SPREAD / size**0.5))
-
-    def of_layer(self, text: ScoredText, layer: int) -> Tensor:
-        """All features `[H, T, F + P]` of a text's entries in one layer."""
-        features = text.features[layer]
-        scaled = features / self.scales[layer][:, None].to(features.device)
-        return widened(scaled, self.projections.to(features.device))
-
-    def expected(self, text: ScoredText, weights: Tensor, chosen: Tensor) -> Tensor:
-        """ln of the scores `[L, H, T]` by `weights [L, H, f]` of the features at `chosen [f]`."""
-        found = []
-        for layer, of_layer in enumerate(weights):
-            rows = self.of_layer(text, layer)[..., chosen]
-            found.append((rows @ of_layer.float()[..., None].to(rows.device)).squeeze(-1))
-        return torch.stack(found)
 
 
 @checked_arguments

@@ -7,21 +7,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
+from kvfold.fit.features import Features
 from kvfold.fit.sums import RidgeSums
 from kvfold.hf.header import digest
 from kvfold.hf.identity import model_header
 from kvfold.reading import stable_path
 from kvfold.writing import check_kind, check_replaceable, replacing
-
-if TYPE_CHECKING:
-    from kvfold.fit.fit import Features
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,6 @@ class Progress:
         return blank._stored(len(texts)) if resume and path.exists() else blank
 
     def _stored(self, texts: int) -> Progress:
-        from kvfold.fit.fit import Features
-
         try:
             with stable_path(self.path) as place, safe_open(place, framework="pt") as file:
                 about = file.metadata() or {}

@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvfold.report.mathtext import plain
+from kvfold.evidence.pictures import plain
 
 # positions[l][b][h]: 1-D tensor of stored token positions, from `cache.positions(l)`.
 Positions = Sequence[Sequence[Sequence[Tensor]]]

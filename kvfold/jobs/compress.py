@@ -19,7 +19,8 @@ from kvfold.cache.fits import digests_of
 from kvfold.cache.stats import Stats
 from kvfold.codecs.codec import Kvtc, codec_of, spelled
 from kvfold.contexts import context
-from kvfold.contexts.files.format import Header, opened, read_header
+from kvfold.contexts.files.format import opened, read_header
+from kvfold.contexts.files.header import Header
 from kvfold.contexts.files.read import check_model, keeps_scores
 from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
 from kvfold.loading import BUNDLED
+from kvfold.measure.machine import MachineSetup
 from kvfold.report.board import Board
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow, budgets, gap

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
+from kvfold.evidence.pictures import plain
 from kvfold.report.board import Board
-from kvfold.report.mathtext import plain
 from kvfold.report.style import COLORS, GREY, LineStyle, label
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
 

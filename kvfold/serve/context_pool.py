@@ -10,7 +10,8 @@ from pathlib import Path
 
 from kvfold.cache.shrink import shrink
 from kvfold.contexts.context import Context
-from kvfold.contexts.files.format import TextHeader, read_header
+from kvfold.contexts.files.format import read_header
+from kvfold.contexts.files.header import TextHeader
 from kvfold.contexts.files.write import save
 from kvfold.errors import CodecRefusal, KvfoldError, ScorerFileError
 from kvfold.serve.context_folder import ContextFolder

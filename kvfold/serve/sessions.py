@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfold.contexts.session import Session, begin_session, load_session
 from kvfold.contexts.session_record import Message
@@ -24,11 +24,9 @@ from kvfold.serve.request_schemas import (
     SessionRequest,
 )
 from kvfold.serve.sampling import SamplingParams
+from kvfold.serve.served_model import ServedModel
 from kvfold.serve.session_pool import SessionPool
 from kvfold.serve.stored import Stored
-
-if TYPE_CHECKING:
-    from kvfold.serve.engine import Engine
 
 Put = Callable[[Any], None]
 log = logging.getLogger(__name__)
@@ -39,7 +37,7 @@ FOLDER = "sessions"
 class Sessions:
     """The sessions of an engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServedModel) -> None:
         settings = engine.settings
         self.engine = engine
         self.held = SessionPool(

@@ -12,9 +12,15 @@ import torch
 from kvfold.bench import transformers_quantized
 from kvfold.bench.lineup import labels, makers
 from kvfold.bench.models import BenchModel
-from kvfold.bench.participants import CompiledParticipant, MethodParticipant, ParticipantLabel
+from kvfold.bench.participants import (
+    CompiledParticipant,
+    FullParticipant,
+    MethodParticipant,
+    ParticipantLabel,
+)
 from kvfold.bench.record import RoundRecord
 from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant, fastest
+from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError
 from kvfold.generation.static.decode import compiling
 from kvfold.hf.fitted_numbers import read_scorer_file
@@ -142,3 +148,14 @@ def test_zap_of_a_loaded_model_reads_its_own_scorer() -> None:
     assert str(MethodParticipant(subject, "zap", "0.5").method) == "zap"
     with pytest.raises(KvfoldError, match="cannot read nowhere"):
         MethodParticipant(BenchModel.of("tiny", "float32", 0), "zap:file=nowhere", "0.5")
+
+
+def test_compression_is_told_from_prefill(subject: BenchModel) -> None:
+    before = (CompressedLayer.finish, CompressedLayer.end_reading)
+    ids = subject.tokens(1, 80)
+    full = FullParticipant(subject, SdpaChoice()).prefill(ids, 1)
+    assert full.compression == 0.0
+    for method in ("snapkv", "kvzip"):
+        taken = MethodParticipant(subject, method, "0.5").prefill(ids, 1)
+        assert 0 < taken.compression < taken.seconds
+    assert (CompressedLayer.finish, CompressedLayer.end_reading) == before

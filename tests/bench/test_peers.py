@@ -12,7 +12,6 @@ import pytest
 from kvfold.bench import counterparts, kvpress
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import AGAIN, FULL, FullParticipant, ParticipantLabel
-from kvfold.bench.peak import peak_of
 from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.bench.session import BenchSession
 from kvfold.errors import KvfoldError
@@ -25,9 +24,10 @@ SNAPKV = ParticipantLabel("kvfold", "snapkv", "0.5")
 def test_the_peak_is_measured_in_a_process_of_its_own(subject: BenchModel) -> None:
     side = FullParticipant(subject, SdpaChoice())
     # 4 KiB of queries, keys and values a token are the least that a prompt of 4096 takes.
-    assert peak_of(side.spec(), 1, 4096, 1) > 2**20
+    assert (side.peak_alone(1, 4096, 1) or 0) > 2**20
+    side.label = ParticipantLabel("kvfold", "nothing")
     with pytest.raises(KvfoldError, match=r"cannot measure the peak of nothing: .*unknown method"):
-        peak_of(side.spec() | {"side": "kvfold", "method": "nothing"}, 1, 16, 1)
+        side.peak_alone(1, 16, 1)
 
 
 def test_counterparts_pass_on_parameters_and_what_is_evicted() -> None:

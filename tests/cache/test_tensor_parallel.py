@@ -21,7 +21,8 @@ from torch import Tensor
 import kvfold
 from kvfold import Method, Needs, Observation, Stages
 from kvfold.cache.tensor_parallel import Ranks
-from kvfold.contexts.files.format import Header, opened, read_header
+from kvfold.contexts.files.format import opened, read_header
+from kvfold.contexts.files.header import Header
 from kvfold.errors import KvfoldError
 from kvfold.hf.scorer_file import write_fitted
 from kvfold.loading import load

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typer.testing import CliRunner, Result
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import ParticipantLabel
 from kvfold.bench.record import BenchCell, Measurement, RoundRecord
 from kvfold.cli import app
+from kvfold.measure.machine import MachineSetup
 
 SETUP = MachineSetup(
     cpu="this", cores=2, gpu=None, threads=1, python="3.11", versions={"kvfold": "0", "torch": "2"}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.checks.estimates import BootstrapEstimate
 from kvfold.checks.result import (
     AnswerLengths,
@@ -16,6 +15,7 @@ from kvfold.checks.result import (
     SpanRetention,
 )
 from kvfold.eval.run.cell import EvaluatedModel
+from kvfold.measure.machine import MachineSetup
 
 PARTS = {0.5: 0.012, 0.2: 0.31}
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate, PairedDifference
+from kvfold.measure.machine import MachineSetup
 from kvfold.report import summary
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

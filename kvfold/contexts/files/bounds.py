@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
 
 import torch
-from pydantic import Field
 
-if TYPE_CHECKING:
-    from kvfold.contexts.files.format import Header, LayerHeader
+from kvfold.contexts.files.header import Header, LayerHeader
 
 TIMES, FREE = 2**10, 2**26  # bytes that a file's byte may become, and those of any file
 TOKENS_A_BYTE, FREE_TOKENS = 8, 2**20  # of a file in which the tokens are compressed, too
 WIDEST = 8  # bytes of a number
-MOST = 2**40  # of a number that counts something
-Strict = Annotated[int, Field(strict=True)]
-Whole = Annotated[Strict, Field(ge=-MOST, le=MOST)]
-Count = Annotated[Strict, Field(ge=0, le=MOST)]
 
 
 def unpacked_bytes(file_size: int) -> int:

@@ -23,9 +23,9 @@ from kvfold.codecs.codec import Kvtc, Plain, codec_of, spelled
 from kvfold.codecs.compression import Compressor, compressed_tensor, compressor
 from kvfold.codecs.symbols import CodedStreams
 from kvfold.contexts.files.bounds import TIMES, decoding_bytes, unpacked_bytes
-from kvfold.contexts.files.format import (
+from kvfold.contexts.files.format import ContextFile
+from kvfold.contexts.files.header import (
     CodecHeader,
-    ContextFile,
     EntriesHeader,
     LayerHeader,
     StockLayerHeader,

@@ -24,7 +24,7 @@ from kvfold.cache.state import (
     PER_ROW,
     LayerState,
 )
-from kvfold.contexts.files.format import LayerHeader
+from kvfold.contexts.files.header import LayerHeader
 from kvfold.kernels.query_moments import QueryMoments
 from kvfold.kernels.views import Named
 from kvfold.store.base import Store

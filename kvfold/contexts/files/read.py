@@ -24,13 +24,8 @@ from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import decoded, rotations_of
 from kvfold.contexts.files.damage import told_as_damage
-from kvfold.contexts.files.format import (
-    ContextFile,
-    Header,
-    LayerHeader,
-    StockLayerHeader,
-    opened,
-)
+from kvfold.contexts.files.format import ContextFile, opened
+from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.arguments import checked_arguments

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.model_trial import TOKENS
-from kvfold.contexts.files.format import StockLayerHeader
+from kvfold.contexts.files.header import StockLayerHeader
 from kvfold.errors import ContextFileError
 from kvfold.hf.stock_layers import attributes
 from kvfold.kernels.views import Named

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load as from_bytes
@@ -19,20 +19,19 @@ import kvfold
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_trial import entry_shapes
+from kvfold.contexts.document import CompressedDocument
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import Coding
-from kvfold.contexts.files.format import (
+from kvfold.contexts.files.format import check_context_place, merged_over_ranks, metadata
+from kvfold.contexts.files.header import (
     BudgetHeader,
     Header,
     LayerHeader,
+    SessionHeader,
     StockLayerHeader,
     TextHeader,
-    check_context_place,
-    merged_over_ranks,
-    metadata,
 )
-from kvfold.contexts.files.session_header import SessionHeader
 from kvfold.errors import KvfoldError
 from kvfold.hf.header import ModelHeader, RopeHeader, digest_of, order_metadata
 from kvfold.hf.identity import model_header, rope_header
@@ -42,9 +41,6 @@ from kvfold.methods.base import is_registered, origins, parse, spelled_out
 from kvfold.store.per_token import Quantizing
 from kvfold.store.quantized import Packing
 from kvfold.writing import replacing
-
-if TYPE_CHECKING:
-    from kvfold.contexts.context import Context
 
 
 class FileTensors:
@@ -94,7 +90,7 @@ class RankPart:
 
 @full_precision
 def save(
-    context: Context,
+    context: CompressedDocument,
     path: str | Path,
     session: SessionHeader | None = None,
     codec: str | None = None,
@@ -129,7 +125,7 @@ def save(
 
 
 def _write(
-    context: Context,
+    context: CompressedDocument,
     path: Path,
     model: ModelHeader,
     rope: RopeHeader,

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.run.statistics import (
@@ -20,6 +19,7 @@ from kvfold.eval.run.statistics import (
     estimate,
 )
 from kvfold.eval.tasks import Task
+from kvfold.measure.machine import MachineSetup
 
 
 class CellResult(BaseModel):

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.bench.machine import MachineSetup, commit
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import TRUNCATED, EvalCell
 from kvfold.eval.run.outcome import BatchOutcome, attempt
@@ -25,6 +23,8 @@ from kvfold.eval.run.truncated import as_whole_context, context_room
 from kvfold.eval.tasks import Task, TaskSample, UnreadableSample, tasks
 from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
+from kvfold.measure.machine import MachineSetup, commit
+from kvfold.measure.peak import allocated, peak_above
 
 # Runs cells of one task on a batch of samples
 Run = Callable[
@@ -92,7 +92,7 @@ def run_job(
     if isinstance(first, UnreadableSample) and not more:
         yield job.errors(f"{first.where}: {first.why}")
         return
-    before, left, again = _reset_peak(model.device), list(job.cells), list[EvalJob]()
+    before, left, again = allocated(model.device), list(job.cells), list[EvalJob]()
     try:
         for cell, outcome in _outcomes(model, tokenizer, list(job.samples.values()), job.cells):
             left.remove(cell)
@@ -210,17 +210,9 @@ def _truncated(
 
 
 def _with_peak(model: PreTrainedModel, outcome: SampleOutcome, before: int) -> SampleOutcome:
-    peak = torch.cuda.max_memory_allocated(model.device) - before
+    peak = peak_above(model.device, before)
     held = outcome.held.model_copy(update={"peak_bytes": peak})
     return outcome.model_copy(update={"held": held})
-
-
-def _reset_peak(device: torch.device) -> int | None:
-    """Resets the GPU's peak counter; returns the bytes allocated now, or None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 @cache

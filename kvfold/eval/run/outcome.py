@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvfold.bench.cost import Cost
 from kvfold.cache.byte_count import nbytes_per_row
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import Reply
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
 from kvfold.eval.tasks import Question, Task
+from kvfold.measure.cost import Cost
 
 # Outcomes of a batch's samples, or the exception instead
 BatchOutcome = list[SampleOutcome] | Exception

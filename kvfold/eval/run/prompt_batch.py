@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.bench.cost import Cost, ForwardCost
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import GREEDY, AnswerStream, NumbersOnly, Reply, end_tokens
 from kvfold.contexts.chat import discard
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.tasks import Question
 from kvfold.generation.generate import generate, read_on
+from kvfold.measure.cost import Cost, ForwardCost
 
 
 @dataclass(frozen=True)

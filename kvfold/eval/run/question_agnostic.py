@@ -9,8 +9,6 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from kvfold.bench.clock import synchronize
-from kvfold.bench.cost import Cost, ForwardCost, measured
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import Reply, end_tokens
@@ -31,6 +29,8 @@ from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
 from kvfold.eval.tasks import Task
 from kvfold.generation.generate import read_on, read_turn
+from kvfold.measure.clock import synchronize
+from kvfold.measure.cost import Cost, ForwardCost, measured
 from kvfold.methods.base import parse
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvfold.bench.clock import synchronize
-from kvfold.bench.cost import Cost, ForwardCost
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import (
     GREEDY,
@@ -39,6 +37,8 @@ from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, reads_for_others
 from kvfold.eval.tasks import Question, Task
 from kvfold.generation.generate import generate
+from kvfold.measure.clock import synchronize
+from kvfold.measure.cost import Cost, ForwardCost
 from kvfold.methods.base import parse
 
 

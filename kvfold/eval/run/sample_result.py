@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from kvfold.bench.machine import MachineSetup
 from kvfold.contexts.answer import Ended
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.tasks import TaskSample, UnreadableSample
+from kvfold.measure.machine import MachineSetup
 
 
 class ScoredAnswer(BaseModel):

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from kvfold.bench.cost import Cost, measured
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.hf.models import caches_latents
+from kvfold.measure.cost import Cost, measured
 from kvfold.methods.base import Method
 
 # Reads a batch into a cache; returns the batch as `generate` is to go on with it.

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvfold.bench.cost import Cost
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
@@ -19,6 +18,7 @@ from kvfold.eval.run.likelihood import token_by_token
 from kvfold.eval.run.outcome import batch_outcomes, cache_usage
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
+from kvfold.measure.cost import Cost
 
 
 def run_streaming(

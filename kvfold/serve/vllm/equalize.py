@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.contexts.files.format import ContextFile, Header
+from kvfold.contexts.files.format import ContextFile
+from kvfold.contexts.files.header import Header
 from kvfold.errors import KvfoldError
 from kvfold.methods.stages.select.top import top
 

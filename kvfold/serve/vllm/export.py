@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvfold.contexts.files.coding import decoded
-from kvfold.contexts.files.format import ContextFile, LayerHeader, has_bias
+from kvfold.contexts.files.format import ContextFile, has_bias
+from kvfold.contexts.files.header import LayerHeader
 from kvfold.contexts.files.layers import BY_HEAD, MOMENTS, WINDOW
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from kvfold.contexts.files.damage import told_as_damage
-from kvfold.contexts.files.format import ContextFile, Header, LevelHeader, opened
+from kvfold.contexts.files.format import ContextFile, opened
+from kvfold.contexts.files.header import Header, LevelHeader
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import digest

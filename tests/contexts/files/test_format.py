@@ -14,7 +14,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import kvfold
 from kvfold import ContextFileError
 from kvfold.contexts.files import stock_layers as others
-from kvfold.contexts.files.format import FORMAT, StockLayerHeader, read_header
+from kvfold.contexts.files.format import FORMAT, read_header
+from kvfold.contexts.files.header import StockLayerHeader
 from kvfold.methods.base import preset, spelled_out
 from tests.helpers.contexts import QUESTION, TURBO, assert_same, compressed, new_model, rewritten
 from tests.helpers.models import with_key_biases

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.bench.cost import measured
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.eval.run.question_agnostic import _compressed
+from kvfold.measure.cost import measured
 from tests.helpers.budgets import NAMED, needs_driver
 from tests.helpers.evaluation import Setting, contents, equal, record
 from tests.helpers.models import build

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.bench.cost import measured
 from kvfold.kernels.native import operations, products
 from kvfold.kernels.native.attention import attend_to_per_token
 from kvfold.kernels.native.library import library
 from kvfold.kernels.native.products import ByteMatrix
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.measure.cost import measured
 from tests.helpers.gpu_inputs import SCALE, noise, segments
 from tests.helpers.models import build
 

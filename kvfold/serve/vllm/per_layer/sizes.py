@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvfold.contexts.files.format import Header
+from kvfold.contexts.files.header import Header
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.equalize import EntryCounts
 

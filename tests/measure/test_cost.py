@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvfold.bench.cost import Cost, ForwardCost, measured
+from kvfold.measure.cost import Cost, ForwardCost, measured
 
 CPU = torch.device("cpu")
 

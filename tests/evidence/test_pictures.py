@@ -9,10 +9,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from kvfold.evidence.pictures import plain
 from kvfold.inspect.kept import kept_figure
 from kvfold.report import summary
 from kvfold.report.board import boards
-from kvfold.report.mathtext import plain
 from kvfold.report.pictures import needles, pareto
 from kvfold.report.style import styles
 from tests.helpers.reports import known, made

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from kvfold.bench.clock import synchronize
 from kvfold.kernels.native import operations
+from kvfold.measure.clock import synchronize
 
 SDPA_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A served model with its settings: what requests may ask of it, and jobs that can be cancelled."""
+
+from __future__ import annotations
+
+from threading import Event, local
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.errors import KvfoldError
+from kvfold.hf.chat_template import PromptFrame
+from kvfold.hf.lookups import learned_positions
+from kvfold.hf.models import text_config, trained_length
+from kvfold.interruption import interrupt_by
+from kvfold.methods.base import Method, parse, parts_of
+from kvfold.methods.description import files_of
+from kvfold.serve.errors import ApiError
+from kvfold.serve.prompt_encoder import PromptEncoder
+from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
+from kvfold.serve.settings import ServerSettings
+from kvfold.serve.worker_threads import stopping
+
+
+class ServedModel:
+    """One model under a server's settings; `name` is the model name that clients send."""
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: ServerSettings,
+    ) -> None:
+        self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
+        self.max_length = _max_length(model, settings.allow_longer)
+        limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
+        self.prompts = PromptEncoder(
+            tokenizer,
+            PromptFrame.of(tokenizer),
+            text_config(model).vocab_size,
+            settings.special_tokens,
+            min(limits, default=None),
+            self.check_wanted,
+        )
+        self.allowed_methods = (
+            None
+            if settings.methods is None
+            else _names(settings.method, settings.session_method, *settings.methods)
+        )
+        self._of_thread = local()
+        self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        self.abandoned_tokens = 0
+
+    def tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
+        """The number of tokens to generate: as many as wanted, within the server's limits.
+
+        Raises ApiError if the prompt leaves none.
+        """
+        allowed = self.settings.answer_tokens
+        left = allowed if self.max_length is None else self.max_length - prompt
+        if left < 1:
+            raise ApiError(
+                400,
+                f"the model reads and writes {self.max_length} tokens, of which {prompt} of the "
+                "prompt leave none: shorten it",
+                code="context_length_exceeded",
+            )
+        return min(allowed, left, request.most_tokens or request.usual_tokens or allowed)
+
+    def check_text(self, text: str, frame: PromptFrame | None = None) -> int:
+        """The tokens of a text in a template's opening; raises ApiError for none, or too many."""
+        opening = (frame or self.prompts.frame).before
+        parts = self.prompts.split(opening, self.prompts.client_text(text))
+        tokens = len(self.prompts.ids(parts))
+        self.prompts.check_length(tokens)
+        if not tokens:
+            raise ApiError(400, "the text has no tokens", param="text")
+        return tokens
+
+    def clients_method(self, named: str) -> Method:
+        """The method of a request, if this server's settings allow it; KvfoldError if not."""
+        method = parse(named)
+        if self.allowed_methods is not None and not _names(method) <= self.allowed_methods:
+            raise KvfoldError(
+                f"this server takes {', '.join(sorted(self.allowed_methods))}, not {method}"
+            )
+        if named not in (self.settings.method, self.settings.session_method):
+            _check_no_files(method)
+        return method
+
+    def start_job(self, cancelled: Event) -> None:
+        """Notes the cancel flag of this thread's job, and sets its token count to zero."""
+        self._of_thread.cancelled, self._of_thread.tokens = cancelled, 0
+        interrupt_by(self.check_wanted)
+        self.check_wanted()
+
+    def _forward_begins(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: counts tokens; ends a cancelled job at its next forward."""
+        self.check_wanted()
+        ids = kwargs.get("input_ids")
+        if ids is not None and hasattr(self._of_thread, "tokens"):
+            self._of_thread.tokens += ids.shape[-1]
+
+    def check_wanted(self) -> None:
+        """Raises ApiError if the client hung up or the server's grace is over."""
+        cancelled = getattr(self._of_thread, "cancelled", None)
+        if cancelled is not None and cancelled.is_set():
+            self.abandoned_tokens += self._of_thread.tokens
+            self._of_thread.tokens = 0
+            raise stopping()
+
+
+def _max_length(model: PreTrainedModel, allow_longer: bool) -> int | None:
+    """Tokens of a prompt and its answer at most; None: no limit.
+
+    With `allow_longer` that is a table of learned positions, which has none beyond its end.
+    """
+    table = learned_positions(model) is not None
+    return None if allow_longer and not table else trained_length(model)
+
+
+def _check_no_files(method: Method) -> None:
+    """Raises KvfoldError for a client's method with an option that names a file on this machine."""
+    for option in files_of(method):
+        raise KvfoldError(f"{option} names a file, which clients may not")
+
+
+def _names(*methods: str | Method) -> frozenset[str]:
+    """Names of methods; of a composition, those of its parts; of a preset, its method's name."""
+    parsed = [parse(method) for method in methods]
+    return frozenset(part.name for method in parsed for part in parts_of(method))
