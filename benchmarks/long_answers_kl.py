@@ -31,6 +31,8 @@ from kvfold.checks.prompts import prompts_of
 from kvfold.contexts.answer import end_tokens
 from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
+from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.last_queries import window_of
 
 PROMPTS = Path(__file__).with_name("long_answers.jsonl")
 METHODS = [
@@ -151,7 +153,7 @@ def measured(
 def pieces(cache: kvfold.CompressedCache, tokens: int) -> list[int]:
     """Lengths of pieces: single tokens where scores read the attention of their queries."""
     needs = cache.method.stages().needs
-    single = INTERVAL if needs.column_sums else min(INTERVAL, max(1, needs.window))
+    single = INTERVAL if ColumnSums in needs else min(INTERVAL, max(1, window_of(needs)))
     interval = [INTERVAL - single] * (single < INTERVAL) + [1] * single
     return interval * (tokens // INTERVAL) + [1] * (tokens % INTERVAL)
 

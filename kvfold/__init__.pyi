@@ -77,11 +77,7 @@ from kvfold.methods.merge import Merge as Merge
 from kvfold.methods.minicache import MiniCache as MiniCache
 from kvfold.methods.nacl import NACL as NACL
 from kvfold.methods.non_causal import NonCausal as NonCausal
-from kvfold.methods.observation import ChunkSumsNeed as ChunkSumsNeed
-from kvfold.methods.observation import Needs as Needs
 from kvfold.methods.observation import Observation as Observation
-from kvfold.methods.observation import QueryMomentsNeed as QueryMomentsNeed
-from kvfold.methods.observation import SurpriseNeed as SurpriseNeed
 from kvfold.methods.pyramidinfer import PyramidInfer as PyramidInfer
 from kvfold.methods.pyramidkv import PyramidKV as PyramidKV
 from kvfold.methods.qfilter import QFilter as QFilter
@@ -105,5 +101,9 @@ from kvfold.methods.triattention import TriAttention as TriAttention
 from kvfold.methods.turboquant import TurboQuant as TurboQuant
 from kvfold.methods.zap import Zap as Zap
 from kvfold.methods.zap_threshold import ZapThreshold as ZapThreshold
+from kvfold.observers.base import Needs as Needs
+from kvfold.observers.chunk_sums import ChunkSumsNeed as ChunkSumsNeed
+from kvfold.observers.query_moments import QueryMomentsNeed as QueryMomentsNeed
+from kvfold.observers.surprise import SurpriseNeed as SurpriseNeed
 
 __version__: str

@@ -15,6 +15,7 @@ FLOORS = (
     ("evidence",),
     ("kernels",),
     ("store",),
+    ("observers",),
     ("methods",),
     ("codecs",),
     ("hf",),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.call import AttentionCall, PredictedEviction
 from kvfold.attention.mask import biased, physical_mask
 from kvfold.hf.attention import stock_attention
 from kvfold.kernels.column_maxima import attend_with_column_maxima
@@ -22,7 +21,8 @@ from kvfold.kernels.noted_part import NotedPart
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.single_query import attend_beside, attend_with_row
 from kvfold.kernels.views import BiasedColumns, RaggedView
-from kvfold.methods.observation import ProjectedNorms
+from kvfold.observers.call import AttentionCall, PredictedEviction
+from kvfold.observers.stored import ProjectedNorms
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 

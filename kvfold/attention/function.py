@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from kvfold.attention import handshake
-from kvfold.attention.call import AttentionCall
 from kvfold.attention.padding import check_announced
 from kvfold.errors import KvfoldError
 from kvfold.hf.attention import logit_options, register_attention, stock_attention
 from kvfold.kernels.full_precision import any_cast, is_cast
+from kvfold.observers.call import AttentionCall
 
 # Of a layer, or of a guest to its view
 Attend = Callable[..., tuple[Tensor, Tensor | None]]

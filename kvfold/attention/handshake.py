@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from kvfold.attention.call import AttentionCall
 from kvfold.errors import UnsupportedModel
+from kvfold.observers.call import AttentionCall
 
 
 class AttendingLayer(Protocol):

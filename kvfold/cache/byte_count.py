@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvfold.cache.phase import Phase
-from kvfold.cache.state import PER_ENTRY, LayerState
+from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _beside_per_row(state: LayerState, longest: list[int]) -> list[float]:
     A row alone has no padding that its tokens need to be told from.
     """
     store, rows = state.stored(), len(longest)
-    per_entry = _nbytes(*(getattr(state, name) for name in PER_ENTRY))
+    per_entry = state.observers.number_bytes()
     others = state.nbytes_beside() - per_entry - _nbytes(state.sequence.valid)
     return [
         (others + per_entry * (count + store.dead) / max(1, store.length)) / rows
@@ -82,8 +82,7 @@ def _beside_per_row(state: LayerState, longest: list[int]) -> list[float]:
 
 def _bytes_of_all_layers(phase: Phase) -> int:
     """Bytes of the tensors that all layers share."""
-    surprise = 0 if phase.surprise is None else phase.surprise.nbytes
-    return surprise + _nbytes(phase.prefix)
+    return sum(log.nbytes for log in phase.logs.values()) + _nbytes(phase.prefix)
 
 
 def _nbytes(*tensors: Tensor | None) -> int:

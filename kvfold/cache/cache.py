@@ -49,7 +49,7 @@ from kvfold.hf.stock_layers import (
 )
 from kvfold.methods.base import Method, parse
 from kvfold.methods.layer_budgets import Given
-from kvfold.methods.observation import ContextReconstruction
+from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.store.ragged import share_pairs
 
 
@@ -112,7 +112,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._generating, self.dropping_length = False, dropping_length(model)
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
-        self._forward, self.reads_logits = OpenForward(), stages.needs.surprise is not None
+        self._forward, self.reads_logits = OpenForward(), bool(self.phase.logs)
         self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
 
     @property
@@ -129,7 +129,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     def reconstruction(self) -> ContextReconstruction | None:
         """Reconstruction that is due when the first prefill ends; None if done or not needed."""
         read = any(state.rounds for state in self.states)
-        return None if read else self.method.stages().needs.reconstruction
+        return None if read else self.method.stages().needs.get(ContextReconstruction)
 
     @property
     def runs_own_forwards(self) -> bool:
@@ -268,13 +268,13 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         outer = self._before_freezing
         if outer is None:
             self._before_freezing = (self.get_seq_length(), copy.deepcopy(self.other_layers()))
-            self.phase.before_frozen = self.phase.surprise
+            self.phase.freeze(True)
         try:
             yield
         finally:
             self.phase.frozen, self._before_freezing = before, outer
             if not before:
-                self.phase.before_frozen = None
+                self.phase.freeze(False)
                 for layer in self.other_layers().values():
                     layer.record_past = False
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvfold.cache.state import LayerState, pick_known
+from kvfold.cache.state import LayerState
 from kvfold.kernels.gather import pick, take
+from kvfold.observers.base import pick_known
 
 
 def moved_up(
@@ -28,5 +29,6 @@ def moved_up(
     from_end = real.flip(-1).cumsum(-1).flip(-1)  # 1 for the newest entry
     place = state.seen_per_row().view(-1, 1, 1) - from_end
     moves = (place - pick(state.positions(), slots, 0)).masked_fill(~real, 0)
-    by = moves if state.moves is None else moves - pick_known(state.moves, slots, 0)
+    before = state.observers.moves.moves
+    by = moves if before is None else moves - pick_known(before, slots, 0)
     return [state.rotation(keys, by), values], moves.int()

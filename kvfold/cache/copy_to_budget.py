@@ -14,10 +14,11 @@ from kvfold.cache.fits import Fits
 from kvfold.cache.model_binding import UNMOVED
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
-from kvfold.cache.reference_queries import ReferenceQueries
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.layer_budgets import Given
+from kvfold.observers.last_queries import window_of
+from kvfold.observers.references import ReferenceQueries, ReferencesNeed
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -53,9 +54,8 @@ def take_over(cache: CompressedCache, budget: Given, method: Method) -> Compress
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
         state.plan = replace(state.plan, stages=own, budget=made)
-        state.narrow_windows(own.needs.window)
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
-        state.scorer, state.fitted_heads, state.fitted_moments = fitted
+        state.observers = state.observers.adopted(own.needs, fitted, own.every)
     with other.reading():
         pass
     return other
@@ -66,20 +66,23 @@ def _left_out(cache: CompressedCache, stages: Stages) -> dict[int, ReferenceQuer
 
     They may be larger than the entries.
     """
-    if stages.needs.references is not None:
+    if ReferencesNeed in stages.needs or ReferencesNeed not in cache.states[0].needs:
         return {}
-    return {id(state.reference_queries): ReferenceQueries() for state in cache.states}
+    held = (state.observers[ReferencesNeed] for state in cache.states)
+    return {id(each): each.fresh() for each in held}
 
 
 def reads_for(reader: Method, method: Method) -> bool:
     """True if a prefill by `reader` observes what `method` needs, before either compresses."""
     read, wanted = reader.stages(), method.stages()
     needs = wanted.needs
-    if needs.references is None:  # queries that were noted beside all else change nothing
-        needs = replace(needs, references=read.needs.references)
-    alike = read.needs.while_reading == needs.while_reading
+    observed, wanted_too = read.needs.while_reading, needs.while_reading
+    if ReferencesNeed not in needs:  # queries that were noted beside all else change nothing
+        observed = read.needs.without(ReferencesNeed).while_reading
+    alike = observed == wanted_too
     pruned = read.token_pruning is not None or wanted.token_pruning is not None
-    return reader == method or (alike and not pruned and needs.window <= read.needs.window)
+    fewer = window_of(needs) <= window_of(read.needs)
+    return reader == method or (alike and not pruned and fewer)
 
 
 def observing_alike(items: Iterable[T], method: Callable[[T], Method]) -> list[list[T]]:
@@ -103,4 +106,4 @@ def observing_alike(items: Iterable[T], method: Callable[[T], Method]) -> list[l
 def _least_noted(method: Method) -> tuple[bool, int]:
     """Orders methods that read for others before those: by reference queries, by the window."""
     needs = method.stages().needs
-    return needs.references is None, -needs.window
+    return ReferencesNeed not in needs, -window_of(needs)

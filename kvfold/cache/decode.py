@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall, PredictedEviction
-from kvfold.cache.observe import add_moments, draw, observation_of
+from kvfold.cache.observe import Values, draw, observation_of
 from kvfold.cache.prefill import evict
 from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
@@ -27,6 +26,8 @@ from kvfold.methods.observation import Observation
 from kvfold.methods.stages.decode import rounds_hold
 from kvfold.methods.stages.merge.base import Leaving
 from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
+from kvfold.observers.call import AttentionCall, PredictedEviction
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums, RunningSums
 from kvfold.store.dense import DenseStore
 from kvfold.store.entry_norms import norms_of
 
@@ -55,7 +56,7 @@ def evicts_one(state: LayerState, new: int) -> bool:
     return valid is None or bool(valid[:, -1].all())
 
 
-def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
+def predicted_slot(state: LayerState, call: AttentionCall, store: DenseStore) -> int | None:
     """The slot most likely to be evicted: the newest entry outside the recent window, which has had
     the least time to receive attention.
 
@@ -64,7 +65,7 @@ def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
     """
     if state.plan.stages.needs.norms != "keys" or call.logits.get("softcap") is not None:
         return None
-    ends, keys = state.forced_ends(), state.dense_store().keys
+    ends, keys = state.forced_ends(), store.keys
     stored = keys.shape[2]
     if ends is None or sum(ends) >= stored or call.key.shape != keys.shape:
         return None
@@ -150,7 +151,8 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
     """Finite scores `[L·B, H, T]` of the entries of L layers of one shape."""
     stages, key = alike[0].plan.stages, calls[alike[0]].key
     needs = stages.needs
-    alone = not needs.only_attention or needs.column_squares or needs.beyond_attention
+    squares = ColumnSquares in needs.by_kind
+    alone = not needs.only_attention or squares or needs.beyond_attention
     if alone or key.shape[1] != heads:
         seen = [_observed_row(state, calls[state]) for state in alike]
         return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
@@ -158,15 +160,15 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
     for state in alike:
         state.rounds += 1
     sums = None
-    if needs.column_sums:
+    if ColumnSums in needs.by_kind:
         sums = mean_of_heads(rows, heads)
         for state, of_layer in zip(alike, sums.chunk(len(alike)), strict=True):
-            # As `add_moments`; these are of the stored heads already.
-            if state.sums is not None:
-                of_layer[..., : state.sums.shape[-1]].add_(state.sums)
-            state.sums, state.evicted_at = of_layer, state.sequence.seen
+            running = state.observers.by_kind[ColumnSums]
+            assert isinstance(running, RunningSums)
+            running.add_stored(of_layer)
     entries, positions = _nothing((len(rows), heads, 0, key.shape[3]), rows.dtype, rows.device)
-    together = Observation(entries, entries, positions, attention=rows, column_sums=sums)
+    observed: Values = {} if sums is None else {ColumnSums: sums}
+    together = Observation(entries, entries, positions, attention=rows, observed=observed)
     return scores_of(stages, together, heads)
 
 
@@ -174,10 +176,11 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
     """Observation of a layer after a single query with an observed attention row."""
     assert call.row is not None
     state.rounds += 1
-    needs = state.plan.stages.needs
-    if needs.column_sums:
+    needs, observers = state.plan.stages.needs, state.observers
+    if ColumnSums in needs.by_kind:
         sums = mean_of_heads(call.row, call.key.shape[1])
-        add_moments(state, sums, sums.square() if needs.column_squares else None)
+        squares = sums.square() if ColumnSquares in needs.by_kind else None
+        observers.read(state, call._replace(sums=sums, squares=squares))
     store = state.dense_store()
     positions = store.stored_columns if state.sequence.valid is None else None
     if needs.beyond_attention or positions is None or positions.shape[1] != call.key.shape[1]:
@@ -188,8 +191,7 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
         positions,
         call.query,
         attention=call.row,
-        column_sums=state.sums,
-        column_squares=state.squares,
+        observed=observers.of_entries(state, call),
         tokens_seen=state.seen_per_row(),
         budget=state.capacity,
         layer=state.plan.layer,

@@ -27,6 +27,7 @@ from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import read_tokens, text_config
+from kvfold.observers.column_sums import ColumnSums
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -245,7 +246,7 @@ def check_replaceable(cache: CompressedCache) -> None:
             f"{cache.method} scores each token by the text before it, and tokens that were read "
             f"apart have another: {REREAD}"
         )
-    if cache.states[0].plan.stages.needs.column_sums:
+    if ColumnSums in cache.states[0].needs:
         raise KvfoldError(
             f"{cache.method} sums the attention that tokens receive, and what tokens that were "
             f"read apart give each other is not known: {REREAD}"
@@ -310,5 +311,6 @@ def _phase(phase: Phase, by: Renumbering, new: New | None) -> Phase:
         known = by.ids(known) if new is None else by.ids(known, new.ids, new.first)
     if prefix is not None:
         prefix = prefix.new_tensor([by.first_tokens(count) for count in prefix.tolist()])
-    surprise = phase.surprise and phase.surprise.renumber(by.ids, by.counts.__getitem__)
-    return replace(phase, history=History(known), prefix=prefix, until=0, surprise=surprise)
+    count = by.counts.__getitem__
+    logs = {kind: log.renumbered(by.ids, count) for kind, log in phase.logs.items()}
+    return replace(phase, history=History(known), prefix=prefix, until=0, logs=logs)

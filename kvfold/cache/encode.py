@@ -21,13 +21,14 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     ended = [] if tokens is None else _ended(tokens, store.new[0] if decoding else 1)
     if not store.pairs:
         if store.encode_due(decoding, observation, ended, state.sequence.positions):
-            state.evicted_at = state.seen
+            state.stay()
     elif waiting.first_of_pair is None:
         waiting.first_of_pair = state
     else:
         first, waiting.first_of_pair = waiting.first_of_pair, None
         if first.ragged_store().encode_with(store, decoding, ended):
-            first.evicted_at = state.evicted_at = state.seen
+            first.stay()
+            state.stay()
 
 
 def _ended(tokens: Tensor, newest: int) -> list[bool]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.bundled import FOLDER
@@ -17,7 +16,6 @@ from kvfold.hf.header import digest, digest_of
 from kvfold.hf.models import kv_heads
 from kvfold.hf.scorer_file import read_fitted
 from kvfold.hf.stock_layers import is_compressible, stock_layers
-from kvfold.kernels.query_moments import QueryMoments
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted import (
     Fitted,
@@ -25,9 +23,14 @@ from kvfold.methods.fitted import (
     FittedHeads,
     FittedMoments,
     FittedScorer,
-    LayerScores,
 )
 from kvfold.methods.stages.allocate.parts import Curve, PartsSource
+from kvfold.observers.base import Need
+from kvfold.observers.fitted import EntryScorer, HeadNumbers
+from kvfold.observers.query_moments import QueryMomentsNeed
+
+# Needs that read a file, in the order of the fields of `Fits`
+KINDS: tuple[type[Need[Any]], ...] = (EntryScorer, HeadNumbers, QueryMomentsNeed)
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,13 @@ class Fits:
         """
         return cls(*(_fitted_in(source, model) for source in _sources(stages)))
 
-    def of_layer(
-        self, layer: int, heads: slice | None
-    ) -> tuple[LayerScores | None, Tensor | None, QueryMoments | None]:
+    def of_layer(self, layer: int, heads: slice | None) -> dict[type[Need[Any]], Any]:
         """One layer's scorer, numbers `[H]` of KV heads, and moments of queries of one row.
 
         `heads` are its KV heads; None: all.
         """
-        scorer, numbers, moments = self.scorer, self.heads, self.moments
-        return (
-            None if scorer is None else scorer.of_layer(layer, heads),
-            None if numbers is None else numbers.of_layer(layer, heads),
-            None if moments is None else moments.of_layer(layer, heads),
-        )
+        files = zip(KINDS, (self.scorer, self.heads, self.moments), strict=True)
+        return {kind: each.of_layer(layer, heads) for kind, each in files if each is not None}
 
     def check_entries(self, shapes: Iterable[EntryShape]) -> None:
         """Raises ScorerFileError for a fit of entries with other channels than `shapes`."""
@@ -94,8 +91,8 @@ def _digest(fitted: Fitted) -> str:
 def _sources(stages: Stages) -> tuple[PartsSource | None, ...]:
     """Where the stages find a scorer, numbers of heads, moments and parts, as `Fits` has them."""
     needs = stages.needs
-    moments = None if needs.query_moments is None else needs.query_moments.fitted
-    return needs.scorer, needs.fitted_heads, moments, getattr(stages.allocate, "parts", None)
+    files = tuple(getattr(needs.get(kind), "file", None) for kind in KINDS)
+    return *files, getattr(stages.allocate, "parts", None)
 
 
 def _path(source: PartsSource) -> str:

@@ -14,7 +14,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
-from kvfold.cache.state import PER_ENTRY, LayerState
+from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import BudgetError
 from kvfold.hf.models import read_tokens
@@ -22,6 +22,10 @@ from kvfold.methods.base import Stages
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.references import ReferencesNeed
+from kvfold.observers.stored import KeysBeforeRope
+from kvfold.observers.surprise import SurpriseNeed
 
 
 def fork(cache: CompressedCache) -> CompressedCache:
@@ -64,11 +68,10 @@ def _fork_layer(
         settled=state.seen,
         reindexed=None,
         surplus=None,
+        observers=state.observers.fresh(),
     )
-    for name in PER_ENTRY:
-        setattr(other.state, name, None)
-    if state.plan.stages.needs.unrotated:
-        other.state.moves = state.key_moves()
+    if KeysBeforeRope in state.needs:
+        other.state.observers.moves.set(state.key_moves())
     return other
 
 
@@ -91,17 +94,18 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
     reader.phase.own_size = size
     for layer in reader.compressed_layers:
         layer.state.plan = dataclasses.replace(layer.state.plan, stages=stages)
+        layer.state.observers = layer.state.observers.adopted(stages.needs, {}, 0)
         layer.state.next_round = None  # rounds are those of the document's method
     return reader
 
 
 def own_stages(stages: Stages) -> Stages:
     """Stages for a fork's own entries, after a document that was compressed by `stages`."""
-    apart = stages.needs.reconstruction or stages.needs.surprise
-    if stages.score is None or apart is not None:
+    apart = ContextReconstruction in stages.needs or SurpriseNeed in stages.needs
+    if stages.score is None or apart:
         return Stages(score=recency, allocate=uniform)
     forced = Forced(recent=stages.forced.recent)
-    needs = dataclasses.replace(stages.needs, references=None)
+    needs = stages.needs.without(ReferencesNeed)
     return Stages(needs=needs, score=stages.score, allocate=uniform, forced=forced)
 
 

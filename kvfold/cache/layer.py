@@ -15,32 +15,30 @@ from kvfold.attention.attend import (
     attend_and_watch_row,
     attend_to_view,
 )
-from kvfold.attention.call import AttentionCall
 from kvfold.attention.handshake import changed
 from kvfold.attention.mask import valid_columns
 from kvfold.cache.decode import evict_after_token, evict_one, evicts_one, predicted_slot
 from kvfold.cache.encode import encode_due
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.observe import (
-    add_maxima,
-    add_moments,
     check_positions,
-    norms_of_outputs,
-    note_piece,
     observation_at,
     observation_of,
-    settle_chunks,
 )
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.prefill import end_prefill, end_with, size_and_evict
-from kvfold.cache.references import add_repeated, attention_to_text
+from kvfold.cache.refit import add_repeated, attention_to_text
 from kvfold.cache.rounds import note_token
-from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.full_precision import any_cast, full_precision, is_cast
 from kvfold.kernels.single_query import attend_single
+from kvfold.observers.call import AttentionCall
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.stored import OutputNorms
 from kvfold.store.dense import DenseStore
+from kvfold.store.sequence import LogicalSequence
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -189,7 +187,8 @@ class CompressedLayer(CacheLayerMixin):
             state.sequence.valid = valid_columns(mask)
         if state.phase.ended is not None:
             self.leave_out_ended()
-        if state.plan.stages.needs.rotated_back:
+        needs = state.plan.stages.needs
+        if needs.rotated_back:
             check_positions(state, call.query.shape[2], options.get("position_ids"))
         weights = None
         store, seen, phase = state.store, state.sequence.seen, state.phase
@@ -198,13 +197,14 @@ class CompressedLayer(CacheLayerMixin):
         if repeating is not None and repeating.scored is None:
             add_repeated(state, call, repeating, self._counted(call))
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
-            predicted = predicted_slot(state, call)
-            out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
+            assert isinstance(store, DenseStore)
+            predicted = predicted_slot(state, call, store)
+            out, call = attend_and_watch_row(call, store, seen, mask, predicted)
         elif repeating is not None and repeating.scored is not None:
             scored = repeating.scored.to(call.query.device)
             out, call = self._attend_and_maximize(call, repeating, scored, mask)
-        elif state.plan.stages.needs.column_sums and not phase.frozen:
-            squares = state.plan.stages.needs.column_squares
+        elif ColumnSums in needs.by_kind and not phase.frozen:
+            squares = ColumnSquares in needs
             counted = self._counted(call)
             out, call = attend_and_sum(call, store, seen, mask, counted=counted, squares=squares)
         elif kind == "sdpa" and mask is None and self._shows_all(call):
@@ -245,7 +245,7 @@ class CompressedLayer(CacheLayerMixin):
             counted=counted,
             scored=scored,
             row_weights=weights,
-            norms=None if weights is None else norms_of_outputs(state, call),
+            norms=None if weights is None else state.observers[OutputNorms].of(state, call),
             rms=repeating.rms,
             part=text,
         )
@@ -279,21 +279,21 @@ class CompressedLayer(CacheLayerMixin):
     def _observe_and_evict(self, call: AttentionCall) -> None:
         state, phase, stages = self.state, self.state.phase, self.state.plan.stages
         seen, new = state.sequence.seen, call.query.shape[2]
-        if call.maxima is not None:
-            add_maxima(state, call.maxima)
+        if call.maxima is not None and phase.repeating is not None:
+            state.observers[ContextReconstruction].add(state, call.maxima, phase.repeating.text)
         if phase.layerwise:
             columns = torch.arange(seen, device=call.query.device)
             phase.observed = observation_at(state, call, columns.repeat(len(call.query), 1))
             return
         if phase.frozen:
             return
-        if call.sums is not None:
-            add_moments(state, call.sums, call.squares)
+        for each in state.observers.of_forwards:
+            each.read(state, call)
         step = phase.step(seen, new)
         if step != "decode":
-            note_piece(state, call)
+            state.observers.read_piece(state, call)
         if step == "prefill":
-            state.query_window.add(call, state.sequence)
+            state.observers.window.prompt.add(call, state.sequence)
         elif step == "prefill end":
             end_with(state, call)
         elif stages.decode == "hold" and stages.score is not None:
@@ -333,7 +333,7 @@ class CompressedLayer(CacheLayerMixin):
         state.settled = state.seen
         if columns.shape[1] < valid.shape[1]:
             state.dense_store().place(columns[:, None])
-            state.evicted_at = state.seen
+            state.stay()
 
     @full_precision
     def end_reading(self) -> None:
@@ -342,7 +342,8 @@ class CompressedLayer(CacheLayerMixin):
         Raises KvfoldError if a crop dropped all of these, and UnsupportedModel for latents.
         """
         state = self.state
-        call = state.query_window.attended
+        window = state.observers.window.prompt
+        call = window.attended
         if call is None or state.store is None:
             return
         if call.key.shape[1] != state.store.keys.shape[1]:
@@ -351,10 +352,10 @@ class CompressedLayer(CacheLayerMixin):
                 "the turn's length, `with cache.reading(until=tokens):`, so that its last forward "
                 "can compress"
             )
-        if state.query_window.lost:
+        if window.lost:
             raise KvfoldError(
                 "the last queries of this turn, by which its entries are scored, were taken back: "
                 "read at least one more token before the `cache.reading()` block ends"
             )
-        settle_chunks(state, end=True)
-        end_prefill(state, observation_at(state, call, state.query_window.columns))
+        state.observers.last_piece(state)
+        end_prefill(state, observation_at(state, call, window.columns))

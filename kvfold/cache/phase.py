@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.history import History
-from kvfold.cache.surprise import ROWS, Surprise
 from kvfold.errors import KvfoldError
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
+from kvfold.observers.base import Log, Need, Needs
 
+Logs = dict[type[Need[Any]], Log]
 Step = Literal["prefill", "prefill end", "decode"]
 
 
@@ -63,16 +64,21 @@ class Phase:
     history: History = field(default_factory=History)  # ids of all that was read
     ended: Tensor | None = None  # [B, N], true at padding that rows read after their end
     incoming: Tensor | None = None  # ids [B, S] of the forward that runs, if a stage reads them
-    surprise: Surprise | None = None  # of all that was read, if a stage reads it
-    incoming_surprise: Surprise | None = None  # with the forward that runs
-    before_frozen: Surprise | None = None  # what a `frozen()` block began with
+    logs: Logs = field(default_factory=dict)  # what layers share of their observations
 
     @classmethod
     def of(cls, needs: Needs) -> Phase:
         """The phase of a new cache, which notes the ids and logits that stages read."""
-        need = needs.surprise
-        surprise = None if need is None else Surprise(need.decay)
-        return cls(reads_ids=needs.token_ids or need is not None, surprise=surprise)
+        logs = {kind: need.log() for kind, need in needs.by_kind.items()}
+        return cls(
+            reads_ids=any(need.reads_ids for need in needs.observed),
+            logs={kind: log for kind, log in logs.items() if log is not None},
+        )
+
+    @property
+    def awaits_logits(self) -> bool:
+        """True inside a forward whose logits an observation takes."""
+        return any(log.waits for log in self.logs.values())
 
     def step(self, seen: int, new: int) -> Step:
         """Step of a forward of `new` tokens that reached `seen` columns."""
@@ -96,10 +102,10 @@ class Phase:
                 "this cache's method reads token ids, and inputs_embeds has none: give input_ids"
             )
         self.incoming = ids
-        if self.surprise is not None:
+        for log in self.logs.values():
             step = self.step(start + ids.shape[1], ids.shape[1])
             prompt = step != "decode" and not self.frozen
-            self.incoming_surprise = self.surprise.begin(ids, start, prompt, step == "prefill")
+            log.begin(ids, start, prompt, step == "prefill")
 
     def note_read(
         self, ids: Tensor, start: int, logits: Tensor | None, tokens: Tensor | None
@@ -109,13 +115,14 @@ class Phase:
         `tokens [B, N]` is False at padding. Raises UnsupportedModel as `Surprise.end`.
         """
         self.history = self.history.plus(ids, start)
-        if self.incoming_surprise is not None:
-            rows = ROWS if self.frozen else 1
-            self.surprise = self.incoming_surprise.end(ids, logits, tokens, rows)
+        for log in self.logs.values():
+            log.end(ids, logits, tokens, self.frozen)
 
     def forget_incoming(self) -> None:
         """Notes that no forward runs."""
-        self.incoming = self.incoming_surprise = None
+        self.incoming = None
+        for log in self.logs.values():
+            log.forget_incoming()
 
     @contextmanager
     def refitting(self) -> Iterator[None]:
@@ -128,8 +135,13 @@ class Phase:
     def end_reading(self) -> None:
         """Notes the end of a `reading()` block, whose prompt is complete unless `until` follows."""
         self.reading = False
-        if self.surprise is not None and not self.until:
-            self.surprise = replace(self.surprise, open=False)
+        for log in self.logs.values() if not self.until else ():
+            log.end_reading()
+
+    def freeze(self, frozen: bool) -> None:
+        """Notes that an outermost `frozen()` block begins or ends."""
+        for log in self.logs.values():
+            log.freeze(frozen)
 
     def ids(self, seen: int, device: torch.device) -> Tensor | None:
         """Token ids `[B, seen]` of all columns, int64, −1 where unknown; None if all are."""
@@ -145,27 +157,24 @@ class Phase:
         """Forgets the ids of columns from `length` on."""
         self.history = self.history.crop(length)
         self.forget_incoming()
-        if self.before_frozen is not None and len(self.before_frozen) == length:
-            self.surprise = self.before_frozen
-        elif self.surprise is not None:
-            self.surprise = self.surprise.crop(length)
+        for log in self.logs.values():
+            log.crop(length)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis."""
         self.history = self.history.index(rows)
         if self.prefix is not None:
             self.prefix = rows(self.prefix)
-        for name in ("surprise", "before_frozen"):
-            known: Surprise | None = getattr(self, name)
-            setattr(self, name, None if known is None else known.index(rows))
+        for log in self.logs.values():
+            log.index(rows)
 
     def reset(self) -> None:
         """As before the first token."""
         self.reading = self.frozen = self.layerwise = False
         self.until = 0
-        self.repeating = self.observed = self.prefix = self.before_frozen = None
+        self.repeating = self.observed = self.prefix = None
         self.before_refit = self.ended = None
         self.forget_incoming()
         self.history = History()
-        if self.surprise is not None:
-            self.surprise = Surprise(self.surprise.decay)
+        for log in self.logs.values():
+            log.reset()

@@ -14,6 +14,7 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED, raised
+from kvfold.observers.stored import PreviousScores
 from kvfold.store.encoding import EntrySize
 
 
@@ -41,7 +42,7 @@ class Plan:
     @property
     def scores_stay(self) -> bool:
         """True if the scores of kept entries are held, for smaller budgets or the next eviction."""
-        return self.keep_scores or self.stages.needs.previous_scores
+        return self.keep_scores or PreviousScores in self.stages.needs
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
         """Entries per KV head that a row of `tokens` may keep, summed over all layers."""

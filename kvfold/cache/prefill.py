@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
 from kvfold.budget import Budget
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.level import alike
-from kvfold.cache.observe import observation_of, settle_chunks
-from kvfold.cache.references import refitted
+from kvfold.cache.observe import observation_of
+from kvfold.cache.refit import refitted
 from kvfold.cache.sizes import open_rows, size_of, sized_together, without_room
 from kvfold.cache.state import LayerState, alive
 from kvfold.cache.waiting import EvictionDue
@@ -33,13 +32,17 @@ from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import Chosen, choose, scores_of
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import kept_mask, top
+from kvfold.observers.call import AttentionCall
+from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.references import ReferencesNeed
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
 
 
 def end_with(state: LayerState, call: AttentionCall) -> None:
     """Ends the prefill with its last call; see `end_prefill`."""
-    settle_chunks(state, end=True)
+    state.observers.last_piece(state)
     end_prefill(state, observation_of(state, call))
 
 
@@ -50,13 +53,13 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     """
     stages = state.plan.stages
     state.rounds += 1
-    state.query_window.forget()
-    state.query_moments.end(keep=stages.decode != "append")
+    state.observers.end_prefill(state)
     if state.phase.own_size is not None:
         _keep_own(state, observation, state.phase.own_size)
         return
     own_forwards = stages.token_pruning or (
-        stages.needs.reconstruction and state.reconstruction_scores is None
+        ContextReconstruction in stages.needs
+        and state.observers[ContextReconstruction].scores is None
     )
     if own_forwards:
         _check_own_forwards_ran(state)
@@ -69,7 +72,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     if stages.decode == "every":
         state.begin_rounds(observation)
     state.settled = state.seen
-    if state.phase.incoming_surprise is not None:
+    if state.phase.awaits_logits:
         state.waiting.unjudged.append((state, observation))
     else:
         bring_to_budget(state, observation)
@@ -104,9 +107,10 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
         evict(state, observation, counts)
     elif state.plan.stages.encode is not None:
         _encode_all(state, observation)
-    state.reconstruction_scores = None
+    if ContextReconstruction in state.needs:
+        state.observers[ContextReconstruction].forget()
     if all(due.layer is not state for due in state.waiting.agreeing):
-        state.reference_queries.forget()
+        _forget_references(state)
     state.settled = state.seen
 
 
@@ -133,7 +137,13 @@ def evict(
         layers = waiting.take_agreeing()
         (_evict_alike if stages.agree else _evict_level)(layers)
         for waited in layers:
-            waited.layer.reference_queries.forget()
+            _forget_references(waited.layer)
+
+
+def _forget_references(state: LayerState) -> None:
+    """Drops the queries to which the layer's entries have been fitted."""
+    if ReferencesNeed in state.needs:
+        state.observers[ReferencesNeed].forget()
 
 
 def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
@@ -173,7 +183,7 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
             budget = counts if counts.dim() == 1 else counts.amax(-1)
             observed = dataclasses.replace(observation, budget=budget)
             scores = scores_of(stages, observed, positions.shape[1])
-            state.scores = scores.masked_fill(positions < 0, torch.nan)
+            state.observers.kept.set(scores.masked_fill(positions < 0, torch.nan))
         _keep_everything(state, observation, positions, counts)
         return
     chosen = _chosen(due, stages)
@@ -186,7 +196,7 @@ def _keep_chosen(due: EvictionDue[LayerState], chosen: Chosen, ragged: bool) -> 
     state, observation, counts, *_ = due
     state.over_budget |= chosen.over_budget
     if state.plan.scores_stay:
-        state.scores = chosen.scores
+        state.observers.kept.set(chosen.scores)
     _note_error(state, observation, chosen.slots)
     if state.plan.choose_only:
         state.chosen = chosen
@@ -256,8 +266,10 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
     state.return_sinks()
     if stages.merge is not None:
         keys, values = store.dense()
+        held = state.observers.get(ColumnSums)
+        sums = None if held is None else held.of(state, None)
         eviction = Eviction(
-            keys, values, state.positions(), slots, state.sums, state.merging, observation.seed
+            keys, values, state.positions(), slots, sums, state.merging, observation.seed
         )
         *changed, state.merging = stages.merge(eviction)
     fitted = refitted(state, observation, slots)
@@ -274,7 +286,7 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
         if bias is not None:
             state.stored().set_bias(bias)
     if moves is not None:
-        state.moves = moves
+        state.observers.moves.set(moves)
     state.note_eviction()
 
 
@@ -308,7 +320,7 @@ def _keep_ragged(
     # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)
-    state.select_per_entry(slots)
+    state.observers.select(slots)
 
 
 def _encode_all(state: LayerState, observation: Observation) -> None:
@@ -334,8 +346,8 @@ def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
         whole = F.pad(numbers, (0, everything - numbers.shape[-1]))  # moves are of shared keys only
         return torch.cat([whole[..., :-own], pick(whole[..., -own:], slots, 0)], -1)
 
-    state.per_entry(kept)
-    state.evicted_at = state.seen
+    state.observers.per_entry(kept)
+    state.stay()
 
 
 # --- checks and notes -----------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.consecutive import moved_up
-from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.kernels.full_precision import full_precision
@@ -23,6 +22,7 @@ from kvfold.kernels.gather import pick
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
+from kvfold.store.sequence import LogicalSequence
 
 
 class Inserted(NamedTuple):
@@ -161,10 +161,11 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         columns = torch.cat([columns, inserted.columns], 2)
     slots, bias = _by_column(columns), _joined_bias(store, inserted)
     other.store = _stored(store, keys, values, columns, slots, by.sequence, bias)
-    other.select_per_entry(slots)
+    other.observers = copy.deepcopy(state.observers)
+    other.observers.select(slots)
     valid = by.sequence.valid
     other.sequence = replace(by.sequence, valid=None if valid is None else valid.clone())
-    if other.moves is not None:
+    if other.observers.moves.moves is not None:
         _close_gaps(other)
     other.evicted_at, other.settled = by.counts[state.evicted_at], by.counts[state.settled]
     if isinstance(other.store, RaggedStore):
@@ -176,10 +177,7 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         if state.plan.stages.phase == "absolute":
             other.next_round = other.round_after(other.seen)
     other.surplus = None  # heads may have lost different numbers of entries
-    windows = "query_window", "query_moments", "query_chunks", "answer_window"
-    for observed in (*windows, "reference_queries"):
-        setattr(other, observed, copy.deepcopy(getattr(state, observed)))
-    other.answer_window.renumber(by.columns, by.shifts, state.rotation)
+    other.observers.renumber(state, by.columns, by.shifts)
     if state.reindexed is not None:
         other.reindexed = None
         other.let_sinks_move()
@@ -207,7 +205,8 @@ def _close_gaps(state: LayerState) -> None:
     """Moves keys at consecutive positions up again, after entries between them have left."""
     columns = state.stored().columns
     every = _by_column(columns)
-    (keys, values), state.moves = moved_up(state, every)
+    (keys, values), moves = moved_up(state, every)
+    state.observers.moves.set(moves)
     columns = pick(columns, every, -1)
     bias = state.stored().bias
     bias = None if bias is None else pick(bias, every, 0)

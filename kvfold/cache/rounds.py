@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
-from kvfold.cache.observe import add_answer_moments, observation_at, observation_of
+from kvfold.cache.observe import observation_at, observation_of
 from kvfold.cache.prefill import bring_to_budget, evict
 from kvfold.cache.sizes import open_rows, size_of, sized_together
 from kvfold.cache.state import LayerState
 from kvfold.methods.base import Across, Measured
 from kvfold.methods.observation import Observation
+from kvfold.observers.call import AttentionCall
+from kvfold.observers.query_moments import QueryMomentsNeed
 
 
 def note_token(state: LayerState, call: AttentionCall) -> None:
@@ -27,7 +28,7 @@ def note_token(state: LayerState, call: AttentionCall) -> None:
     if state.next_round is None:
         _begin(state, call)
         return
-    seen, window = state.sequence.seen, state.answer_window
+    seen, window = state.sequence.seen, state.observers.window.answer
     left = state.next_round - seen
     if left < window.width:
         window.add_step(call.query, seen - 1)
@@ -73,10 +74,15 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
 
 def _observed(state: LayerState, call: AttentionCall) -> Observation:
     """Observation by the answer's last queries, if the method reads any."""
-    if not state.answer_window.width:
+    window = state.observers.window.answer
+    if not window.width:
         return observation_of(state, call)
-    query, columns = state.answer_window.joined()
-    add_answer_moments(state, query, columns)
+    query, columns = window.joined()
+    moments = state.observers.get(QueryMomentsNeed)
+    if moments is not None:
+        assert state.next_round is not None and state.turn_end is not None
+        first = max(state.turn_end, state.next_round - state.plan.stages.every)
+        moments.add_answer(state, query, columns, first)
     return observation_at(state, call._replace(query=query), columns)
 
 

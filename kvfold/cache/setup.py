@@ -39,6 +39,10 @@ from kvfold.hf.stock_layers import has_recurrent, is_compressible, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.fitted_parts import with_parts
+from kvfold.observers.of_layer import Observers
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.references import ReferencesNeed
+from kvfold.observers.stored import OutputNorms
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def checked_seed(seed: Any) -> int:
 
 def check_tokenizer(method: Method, tokenizer: Any) -> None:
     """Raises KvfoldError for a method that repeats the context in words, without a tokenizer."""
-    if method.stages().needs.reconstruction is not None and tokenizer is None:
+    if ContextReconstruction in method.stages().needs and tokenizer is None:
         raise KvfoldError(
             f"{method} lets the model repeat the text, in words of its chat template: "
             "give the cache tokenizer=, and use kvfold.compress or kvfold.generate"
@@ -151,7 +155,8 @@ def put_compressed_layers(
             f"{type(model).__name__} {how}, so that its entries cannot be fitted to the queries of "
             "one layer: leave match out"
         )
-    if stages.needs.references is not None and stages.needs.references.on_policy:
+    references = stages.needs.get(ReferencesNeed)
+    if references is not None and references.on_policy:
         check_structure(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
@@ -160,7 +165,8 @@ def put_compressed_layers(
         plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         check_layer(stages, rotation, projection)
         fitted = fits.of_layer(place, ranks.own_heads)
-        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, *fitted)
+        observers = Observers.of(stages.needs, fitted, stages.every)
+        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, observers)
         layers[index] = CompressedLayer(state, shared.binding)
 
 
@@ -183,5 +189,5 @@ def check_layer(stages: Stages, rotation: Rotation, projection: OutputProjection
         rotation.check()
     if stages.needs.rotated_back:
         rotation.check_reversible()
-    if stages.needs.output_norms is not None:
+    if OutputNorms in stages.needs:
         projection.check()

@@ -20,9 +20,12 @@ from kvfold.cache.state import LayerState
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.kernels.full_precision import full_precision
 from kvfold.methods.base import Across, Method, Stages, parts_of
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.pool import candidates_of
 from kvfold.methods.stages.score.repetition import most_attention
+from kvfold.observers.base import Needs
+from kvfold.observers.fitted import EntryScorer
+from kvfold.observers.reconstruction import ContextReconstruction
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -96,7 +99,9 @@ def is_nested(method: Method) -> bool:
 def _check_settled(cache: CompressedCache) -> None:
     """Raises KvfoldError unless the cache is as its first prefill's compression left it."""
     states = cache.states
-    if any(state.scores is None and state.scorer is None for state in states):
+    if any(
+        state.observers.kept.scores is None and EntryScorer not in state.needs for state in states
+    ):
         raise KvfoldError(
             "this cache keeps no scores of its entries: compress the text with keep_scores=True"
         )
@@ -158,14 +163,14 @@ def _by_kept_scores(own: Stages, stages: Stages) -> Stages:
 
 def _observation(state: LayerState) -> Observation:
     """Positions of a layer's entries, and their kept scores, or those of its fitted scorer."""
-    store, scores = state.stored(), state.scores
+    store, scores = state.stored(), state.observers.kept.scores
     if scores is None:
         scores = observation_of_stored(state).learned_scores()
     return Observation(
         store.keys[:, :, :0],
         store.values[:, :, :0],
         state.positions(),
-        reconstruction_scores=scores,
+        observed={ContextReconstruction: scores},
         tokens_seen=state.seen_per_row(),
         layer=state.plan.layer,
         layers=state.plan.layers,

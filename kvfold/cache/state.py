@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,34 +13,22 @@ from torch import Tensor
 
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
-from kvfold.cache.query_chunks import QueryChunks
-from kvfold.cache.query_window import AnswerWindow, QueryWindow
-from kvfold.cache.reference_queries import ReferenceQueries
-from kvfold.cache.running_moments import RunningMoments
-from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
-from kvfold.kernels.gather import pick
-from kvfold.kernels.query_moments import QueryMoments
-from kvfold.methods.fitted import LayerScores
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.choose import Chosen
+from kvfold.observers.base import Need, Needs
+from kvfold.observers.of_layer import Observers
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from kvfold.store.reindexed_sinks import ReindexedSinks
+from kvfold.store.sequence import LogicalSequence
 
 if TYPE_CHECKING:  # a layer without a model brings a RoPE and weights of its own
     from kvfold.hf.output_projection import OutputProjection
     from kvfold.hf.rotation import Rotation
 
-# Numbers of entries that an eviction leaves behind, and what stands for an entry without one: for
-# padding, holes, and entries that were added later.
-KEPT_NUMBERS = {"scores": torch.nan, "moves": 0}
-# Statistics of a prefill's entries, and what stands for an entry that was added later.
-OF_PREFILLS = {"chunk_sums": 1.0}
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
-# [B, H, T], in the store's order; those of the two lists above may end before the newest entries
-PER_ENTRY = ("sums", "squares", "reconstruction_scores", *OF_PREFILLS, *KEPT_NUMBERS)
 PER_HEAD = ("merging", "head_sizes")  # [B, H]
 PER_ROW = ("capacity", "error", "refit")  # [B], [B, 1 or 2], [B, 4]
 
@@ -58,21 +46,12 @@ class LayerState:
     waiting: Waiting[LayerState]
     rotation: Rotation
     projection: OutputProjection
-    scorer: LayerScores | None = None
-    fitted_heads: Tensor | None = None
-    fitted_moments: QueryMoments | None = None  # of one row
+    observers: Observers
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
     rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
     evicted_at: int = 0  # tokens seen at the last change that no crop undoes
     settled: int = 0  # tokens seen when the layer was last brought to its budget
-    sums: Tensor | None = None  # attention received, summed over all queries
-    squares: Tensor | None = None  # squared attention received, summed over all queries
-    reconstruction_scores: Tensor | None = (
-        None  # maximum attention received during the reconstruction
-    )
-    scores: Tensor | None = None  # of the entries that an eviction kept, float32
-    chunk_sums: Tensor | None = None  # attention received inside chunks, summed over queries
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head
     head_sizes: Tensor | None = None  # entries that a head holds while decoding, −1 if not set yet
@@ -84,41 +63,15 @@ class LayerState:
     chosen: Chosen | None = None  # with `choose_only`; None if every entry stays
     late: bool = False  # evicts at the first generated token (decode="once")
     over_budget: bool = False  # the forced set was larger than the budget
-    query_window: QueryWindow = field(init=False)
-    answer_window: AnswerWindow = field(init=False)
-    query_moments: RunningMoments = field(init=False)
-    query_chunks: QueryChunks = field(init=False)
-    reference_queries: ReferenceQueries = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
-    moves: Tensor | None = None  # positions by which stored keys were moved, int32
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
     _capacities: tuple[Tensor | None, int, int] = (None, 0, 0)
     _ends: tuple[Tensor | None, tuple[int, int] | None] = (None, None)
 
-    def __post_init__(self) -> None:
-        self.query_window = QueryWindow(self.plan.stages.needs.window)
-        self.answer_window = self._new_answer_window()
-        self.query_moments = RunningMoments()
-        self.query_chunks = QueryChunks()
-        self.reference_queries = ReferenceQueries()
-
-    def narrow_windows(self, width: int) -> None:
-        """Keeps the last `width` queries of the windows, for a method that needs no more."""
-        self.query_window.narrow(width)
-        self.answer_window = self._new_answer_window()
-
-    def _new_answer_window(self) -> AnswerWindow:
-        """An empty window of the answer's queries, for the method or for their moments."""
-        stages = self.plan.stages
-        moments = stages.needs.query_moments
-        counted = stages.every if moments is not None and moments.running else 0
-        return AnswerWindow(max(stages.needs.window, counted))
-
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        fitted = self.scorer, self.fitted_heads, self.fitted_moments
         shared = self.waiting, self.rotation, self.projection
-        new = LayerState(self.plan, self.phase, *shared, *fitted)
+        new = LayerState(self.plan, self.phase, *shared, self.observers.fresh())
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 
@@ -138,6 +91,30 @@ class LayerState:
         """The store of a layer whose heads differ, or whose entries are quantized."""
         assert isinstance(self.store, RaggedStore)
         return self.store
+
+    # --- what observers see -----------------------------------------------------------------
+
+    @property
+    def needs(self) -> Needs:
+        """What the layer observes."""
+        return self.plan.stages.needs
+
+    @property
+    def evicts_later(self) -> bool:
+        """True if entries leave after the prefill's end, too."""
+        return self.plan.stages.decode != "append"
+
+    def token_ids(self) -> Tensor | None:
+        """Token ids `[B, N]` of all columns, −1 where unknown; None if all are."""
+        return self.phase.ids(self.seen, self.stored().keys.device)
+
+    def log(self, kind: type[Need[Any]]) -> Any:
+        """What all layers share of an observation."""
+        return self.phase.logs[kind]
+
+    def stay(self) -> None:
+        """Notes a change that no crop undoes."""
+        self.evicted_at = self.sequence.seen
 
     # --- where entries stand ----------------------------------------------------------------
 
@@ -192,20 +169,14 @@ class LayerState:
 
     def nbytes_beside(self) -> int:
         """Bytes of all tensors beside the store."""
-        tensors = [getattr(self, name) for name in (*PER_ENTRY, *PER_HEAD, *PER_ROW)]
+        tensors = [getattr(self, name) for name in (*PER_HEAD, *PER_ROW)]
         tensors.append(self.sequence.valid)
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        windows = self.query_window, self.answer_window
-        observed = *windows, self.query_moments, self.query_chunks, self.reference_queries
-        return counted + sum(each.nbytes() for each in observed)
+        return counted + self.observers.nbytes()
 
     # --- changes of all tensors at once -------------------------------------------------------
-
-    def per_entry(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change` to every tensor `[B, H, T]`."""
-        self._apply(PER_ENTRY, change)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis, to everything."""
@@ -215,14 +186,10 @@ class LayerState:
         self.store.index(rows)
         # The longest head may be gone: shorter ones are filled up on the left.
         gone = longest - self.store.length
-        self.per_entry(lambda x: rows(x[..., gone:]))
+        self.observers.per_entry(lambda x: rows(x[..., gone:]))
         self._apply((*PER_HEAD, *PER_ROW), rows)
         self.sequence.index(rows)
-        self.query_window.index(rows)
-        self.answer_window.index(rows)
-        self.query_moments.index(rows)
-        self.query_chunks.index(rows)
-        self.reference_queries.index(rows)
+        self.observers.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
 
@@ -232,14 +199,12 @@ class LayerState:
             return
         self.store.crop(count)
         self.sequence.crop(count)
-        self.query_window.crop(self.seen)
-        self.answer_window.crop(self.seen)
-        self.reference_queries.crop(self.seen)
+        self.observers.crop(self.seen)
         self.settled = min(self.settled, self.seen)
         self._crop_rounds()
         self.surplus = None if self.surplus is None else self.surplus - count
         length = self.store.length
-        self.per_entry(lambda x: x[..., :length].clone())
+        self.observers.per_entry(lambda x: x[..., :length].clone())
         self.settle_sinks()
 
     def _apply(self, names: tuple[str, ...], change: Callable[[Tensor], Tensor]) -> None:
@@ -263,11 +228,12 @@ class LayerState:
         """
         self.turn_end, self.head_sizes = self.seen, None
         self.next_round = self.round_after(self.seen)
-        self.answer_window.clear()
-        if self.next_round - self.seen < self.answer_window.width:
+        window = self.observers.window.answer
+        window.clear()
+        if self.next_round - self.seen < window.width:
             assert observation.queries is not None and observation.query_positions is not None
             columns = self.sequence.columns(observation.query_positions[:, None])[:, 0]
-            self.answer_window.add(observation.queries, columns)
+            window.add(observation.queries, columns)
 
     def _crop_rounds(self) -> None:
         """Counts generated tokens anew after a crop: from its end, if that is inside the prompt."""
@@ -305,15 +271,7 @@ class LayerState:
     def keep_dense(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]` of a dense store, and their statistics."""
         self.dense_store().keep(slots)
-        self.select_per_entry(slots)
-
-    def select_per_entry(self, slots: Tensor) -> None:
-        """Keeps the numbers at `slots [B, H, K]` of all tensors `[B, H, T]`."""
-        for name in PER_ENTRY:
-            numbers = getattr(self, name)
-            if numbers is not None:
-                empty = (OF_PREFILLS | KEPT_NUMBERS).get(name, 0)
-                setattr(self, name, pick_known(numbers, slots, empty))
+        self.observers.select(slots)
 
     # --- re-indexed sinks (StreamingLLM) ----------------------------------------------------
 
@@ -344,7 +302,7 @@ class LayerState:
     def key_moves(self) -> Tensor | None:
         """Positions by which the oldest stored keys have moved `[B, H, n]`; None if none have."""
         if self.reindexed is None:
-            return self.moves
+            return self.observers.moves.moves
         return self.reindexed.moves(
             self.dense_store(), self._first_slots(), self._evicted_per_row()
         )
@@ -376,13 +334,6 @@ class LayerState:
         if self.sequence.valid is None:
             return self.seen_per_row() - (store.length - store.dead)
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
-
-
-def pick_known(numbers: Tensor, slots: Tensor, empty: float) -> Tensor:
-    """As `pick`, of `numbers [B, H, ≤ T]`; `empty` also for the entries behind their end."""
-    if numbers.shape[-1] == 0:
-        return torch.full_like(slots, empty, dtype=numbers.dtype)
-    return pick(numbers, slots.masked_fill(slots >= numbers.shape[-1], -1), empty)
 
 
 def alive(positions: Tensor) -> Tensor:

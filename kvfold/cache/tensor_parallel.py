@@ -22,23 +22,11 @@ from torch import Tensor
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.methods.base import Across, Heads, Measured, Method, Stages
 from kvfold.methods.observation import Observation
+from kvfold.observers.stored import OutputNorms
 
 T = TypeVar("T")
-# Fields of an Observation with heads as the second axis, besides those that are −1 without an entry
-BY_KV_HEAD = (
-    "keys",
-    "values",
-    "queries",
-    "column_sums",
-    "column_squares",
-    "reconstruction_scores",
-    "surprise",
-    "chunk_sums",
-    "key_positions",
-    "evictable",
-    "bias",
-    "previous_scores",
-)
+# Fields of an Observation with heads as the second axis, besides positions
+BY_KV_HEAD = ("keys", "values", "queries", "evictable", "bias")
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class Ranks:
         if self.size == 1:
             return stages
         heads, allocate = stages.heads, stages.allocate
-        if isinstance(allocate, Measured) and stages.needs.output_norms is not None:
+        if isinstance(allocate, Measured) and OutputNorms in stages.needs:
             raise KvfoldError(
                 "sizes that are measured by the norms of projected values need the weights of all "
                 "heads, and each rank holds some: compress in one process"
@@ -158,17 +146,10 @@ class Ranks:
         }
         sink_logits = None if seen.sink_logits is None else self._joined(seen.sink_logits[None])[0]
         joined["positions"] = self._joined(seen.positions, -1)
-        if seen.token_ids is not None:
-            joined["token_ids"] = self._joined(seen.token_ids, -1)
-        if seen.query_moments is not None:
-            joined["query_moments"] = seen.query_moments.over_heads(self._joined)
-        if seen.scorer is not None:
-            joined["scorer"] = partial(self._learned_scores, seen)
+        joined["observed"] = {
+            kind: kind.of_ranks(value, self._joined, seen) for kind, value in seen.observed.items()
+        }
         return dataclasses.replace(seen, sink_logits=sink_logits, attention=None, **joined)
-
-    def _learned_scores(self, seen: Observation, joined: Observation) -> Tensor:
-        """Learned scores `[B, H, T]` of all ranks' entries: each rank scores its own heads."""
-        return self._joined(seen.learned_scores())
 
     # --- work of one for all ----------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
 from kvfold.methods.observation import Observation
+from kvfold.observers.call import AttentionCall
 
 Layer = TypeVar("Layer")
 

@@ -40,6 +40,7 @@ from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse
 from kvfold.methods.layer_budgets import Given
 from kvfold.methods.stages.select.one_set import Rule
+from kvfold.observers.reconstruction import ContextReconstruction
 
 
 class Context(CompressedDocument):
@@ -276,7 +277,7 @@ def prompt(
     if system is not None:
         content(system, special_tokens)
     frame = PromptFrame.of(tokenizer, system, template, special_tokens)
-    reconstruction = method.stages().needs.reconstruction
+    reconstruction = method.stages().needs.get(ContextReconstruction)
     if reconstruction is not None:
         frame = frame.opened_with(reconstruction.instruction)
     return frame, token_ids(tokenizer, frame.before, content(document, special_tokens))

@@ -136,8 +136,9 @@ def ranked(
     for state in cache.states:
         positions = state.positions()
         forced = state.plan.stages.forced.mask(positions, state.seen_per_row())
-        assert state.scores is not None
-        found.append(with_forced(state.scores, forced, positions)[0].to(model.device))
+        scores = state.observers.kept.scores
+        assert scores is not None
+        found.append(with_forced(scores, forced, positions)[0].to(model.device))
     return torch.stack(found)
 
 

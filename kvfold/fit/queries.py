@@ -88,7 +88,7 @@ def layers_read(
     with cache.reading():
         read_on(model, cache, ids, None, tokens)
         for state in cache.states:
-            attended = state.query_window.attended
+            attended = state.observers.window.prompt.attended
             assert attended is not None
             keys, values = state.stored().dense()
             yield LayerRead(

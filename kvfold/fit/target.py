@@ -16,6 +16,7 @@ from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.score.learned import entry_features
+from kvfold.observers.reconstruction import ContextReconstruction
 
 LEAST = 1e-6  # attention below it is no different from none
 
@@ -44,7 +45,7 @@ def target_method(target: str) -> Method:
     Raises KvfoldError unless it scores by a reconstruction, over all entries.
     """
     method = parse(target)
-    reconstruction = method.stages().needs.reconstruction
+    reconstruction = method.stages().needs.get(ContextReconstruction)
     if reconstruction is None or reconstruction.head_scores is not None:
         raise KvfoldError(
             f"a scorer learns what the model attends to when it repeats a text, and {method} lets "
@@ -67,8 +68,7 @@ def scored(
         read_on(model, cache, ids, None, ids.shape[1])
         for state in cache.states:
             observation = observation_of_stored(state, unrotated=True)
-            assert state.reconstruction_scores is not None
-            scores.append(state.reconstruction_scores[0].float())
+            scores.append(state.observers[ContextReconstruction].scores[0].float())
             features.append(entry_features(observation.unrotated(), observation.values)[0])
     prefix = cache.phase.prefix
     assert prefix is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
+from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.reading import stable_path
 
 # Errors of safetensors and torch for files that they cannot read, or with other contents
@@ -42,7 +43,8 @@ def give_head_scores(cache: CompressedCache, file: str) -> None:
     for state, of_layer in zip(states, scores, strict=True):
         keys = state.stored().keys
         own = of_layer[state.plan.ranks.own_heads or slice(None)].to(keys.device)
-        state.reconstruction_scores = own[None, :, None].expand(keys.shape[:3]).clone()
+        scores_of = own[None, :, None].expand(keys.shape[:3]).clone()
+        state.observers[ContextReconstruction].set(scores_of)
 
 
 def read_head_scores(file: str) -> Tensor:

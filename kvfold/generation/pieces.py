@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method
+from kvfold.observers.reconstruction import ContextReconstruction
 
 
 def piece_of(prefill_chunk: int | None, total: int) -> int:
@@ -34,7 +35,7 @@ def check_per_chunk(method: Method, chunk: int | None) -> int:
     check_chunk(chunk)
     stages = method.stages()
     reason = None
-    if stages.needs.reconstruction is not None:
+    if ContextReconstruction in stages.needs:
         reason = "lets the model repeat the whole prompt before it scores any of it"
     elif stages.token_pruning is not None:
         reason = "prunes the prompt between the layers of one forward"

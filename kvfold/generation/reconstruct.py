@@ -27,7 +27,8 @@ from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.decoder_layers import DecoderLayers
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import Content
-from kvfold.methods.observation import ContextReconstruction
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.references import ReferencesNeed
 from kvfold.reading import read_text
 
 
@@ -193,7 +194,7 @@ def _on_policy(model: PreTrainedModel, cache: CompressedCache) -> OnPolicyRefere
 
     Raises UnsupportedModel as `DecoderLayers`.
     """
-    need = cache.method.stages().needs.references
+    need = cache.method.stages().needs.get(ReferencesNeed)
     if need is None or not need.on_policy:
         return None
     return OnPolicyReferences(DecoderLayers(model), cache)
@@ -218,7 +219,7 @@ def _weighing_queries(cache: CompressedCache, repeating: ReconstructionForward) 
 def _demote(cache: CompressedCache, marks: list[Tensor], factor: float) -> None:
     """Multiplies the scores of structural tokens; `marks [n]` are of each row's last columns."""
     for state in cache.states:
-        scores = state.reconstruction_scores
+        scores = state.observers[ContextReconstruction].scores
         assert scores is not None
         for of_row, structure in zip(scores, marks, strict=True):
             demoted = of_row[:, len(of_row[0]) - len(structure) :]

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.layer_of_model import LayerOfModel
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
-from kvfold.methods.observation import OutputNorm
+from kvfold.observers.stored import OutputNorm
 
 # Gram matrices [Hq, Dv, Dv] by projection, with the state of the weight that they were made of
 _grams: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Tensor]] = (

@@ -17,11 +17,14 @@ from kvfold.generation.generate import read_turn
 from kvfold.inspect.downsample import membership
 from kvfold.kernels.query_blocks import AttentionBlocks
 from kvfold.methods.base import Measured, Method, Stages
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.density import column_variance
 from kvfold.methods.stages.allocate.lazy import mass_of_last_query
 from kvfold.methods.stages.allocate.norm_cut import norm_cut
 from kvfold.methods.stages.score.position import recency
+from kvfold.observers.base import Needs
+from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.last_queries import LastQueries
 
 CELLS = 96  # spans that queries, and entries, are pooled into, at most
 SINKS, WINDOW = 4, 1024  # SimLayerKV, section 5; its sinks are DBudgetKV's as well
@@ -88,7 +91,7 @@ def watch_attention(
 
 def layer_attention(seen: Observation, index: int) -> LayerAttention:
     """Statistics of layer `index`, from a one-row observation of all queries and column sums."""
-    assert seen.queries is not None and seen.column_sums is not None
+    assert seen.queries is not None and seen.get(ColumnSums) is not None
     tokens = seen.positions.shape[2]
     window = lazy_window(tokens)
     cells, entropy, edges = _blockwise_statistics(seen, window)
@@ -98,7 +101,7 @@ def layer_attention(seen: Observation, index: int) -> LayerAttention:
         index,
         cells.float().cpu(),
         entropy.float().cpu(),
-        holders(seen.column_sums[0], MOST).cpu(),
+        holders(seen[ColumnSums][0], MOST).cpu(),
         column_variance(seen)[0].cpu(),
         edges.float().cpu(),
         float(lazy[0]),
@@ -161,7 +164,7 @@ class _ObserveAll(Method):
     see: Callable[[Observation], None]
 
     def stages(self) -> Stages:
-        needs = Needs(window=self.queries, column_sums=True)
+        needs = Needs(LastQueries(self.queries), ColumnSums())
         return Stages(needs=needs, score=recency, allocate=Measured(self._everything))
 
     def _everything(self, seen: Observation) -> Tensor:

@@ -5,11 +5,12 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Heads, Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.heads import Rule, adaptive
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -52,7 +53,7 @@ class AdaKV(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(window=self.window),
+            needs=Needs(LastQueries(self.window)),
             score=partial(mean_votes, window=self.window, kernel=self.kernel, pooling=self.pooling),
             allocate=uniform,
             heads=self._heads(),

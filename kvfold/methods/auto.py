@@ -8,11 +8,13 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Measured, Method, Stages, register
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.tolerance import fewest_within
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.score.output_error import change_alone, relative_change
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -55,7 +57,7 @@ class Auto(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(window=self.window * (2 if self.measure else 1)),
+            needs=Needs(LastQueries(self.window * (2 if self.measure else 1))),
             score=partial(change_alone, window=self.window, kernel=self.kernel),
             allocate=Measured(
                 partial(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.option_values import as_text, check_options, from_text
 from kvfold.methods.registry import plus_of, preset, registered, with_known_names
 from kvfold.methods.registry import register as register
@@ -35,6 +35,8 @@ from kvfold.methods.stages.refit.base import Refit, check_refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.select.one_set import Rule
+from kvfold.observers.base import Needs
+from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.store.encoding import Encode
 
 # Observation → scores [B, H, T], higher = keep
@@ -144,7 +146,7 @@ class Stages:
         if self.token_pruning is not None and self.needs.beyond_attention:
             raise IllegalComposition(
                 "tokens are pruned between the layers by entries and attention alone: leave "
-                "token_ids, unrotated, output_norms and surprise out of Needs"
+                "token ids, keys before RoPE, output norms and surprise out of Needs"
             )
 
     @property
@@ -155,7 +157,7 @@ class Stages:
     @property
     def runs_own_forwards(self) -> bool:
         """True if the method reads a prompt with forwards of its own (KVzip, PyramidInfer)."""
-        return self.token_pruning is not None or self.needs.reconstruction is not None
+        return self.token_pruning is not None or ContextReconstruction in self.needs
 
     @property
     def uniform(self) -> bool:

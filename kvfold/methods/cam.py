@@ -4,11 +4,12 @@ from functools import partial
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.merge.value_spread import spread_values
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.column_sums import ColumnSums
 
 
 @register(
@@ -63,7 +64,7 @@ class CaM(Method):
 
     def brings(self) -> Stages:
         return Stages(
-            needs=Needs(column_sums=True),
+            needs=Needs(ColumnSums()),
             merge=partial(
                 spread_values,
                 targets=self.targets,

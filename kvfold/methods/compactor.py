@@ -6,10 +6,13 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import ChunkSumsNeed, Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.chunk_attention import non_causal_scores, standardized
 from kvfold.methods.stages.score.leverage import leverage_scores
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.chunk_sums import ChunkSumsNeed
+from kvfold.observers.stored import KeysBeforeRope
 
 REMOVED = -1.0  # `blending` that follows the part of the entries that is evicted
 
@@ -60,7 +63,7 @@ class Compactor(Method):
             ends=Forced(sinks=self.first, recent=self.last),
         )
         return Stages(
-            needs=Needs(unrotated=True, chunk_sums=chunks),
+            needs=Needs(KeysBeforeRope(), chunks),
             score=score,
             forced=Forced(sinks=self.first, recent=self.last),
         )

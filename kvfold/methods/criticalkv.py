@@ -7,11 +7,14 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Select, Stages, register
-from kvfold.methods.observation import Needs, Observation, OutputNorm
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
+from kvfold.observers.stored import OutputNorm, OutputNorms
 
 
 @register(
@@ -55,12 +58,12 @@ class CriticalKV(Method):
 
     def stages(self) -> Stages:
         votes = partial(mean_votes, window=self.window, kernel=self.kernel, pooling=self.pooling)
-        needs = Needs(window=self.window, output_norms=self.norm)
+        needs = Needs(LastQueries(self.window), OutputNorms(self.norm))
         forced = Forced(recent=self.window)
         return Stages(needs=needs, score=votes, forced=forced, select=self._select())
 
     def brings(self) -> Stages:
-        return Stages(needs=Needs(output_norms=self.norm), select=self._select())
+        return Stages(needs=Needs(OutputNorms(self.norm)), select=self._select())
 
     def _select(self) -> Select:
         return partial(in_two_stages, first=self.first, epsilon=self.epsilon)

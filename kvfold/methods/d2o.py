@@ -5,11 +5,12 @@ from typing import Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate import density
 from kvfold.methods.stages.merge.most_similar import Decide, Merging, Similarity, merging
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
 from kvfold.methods.stages.select.forced import Forced, Share
+from kvfold.observers.base import Needs
+from kvfold.observers.column_sums import ColumnSums
 
 
 @register(
@@ -78,7 +79,7 @@ class D2O(Method):
     def stages(self) -> Stages:
         by = None if self.merge == "none" or self.similarity == "independent" else self.similarity
         return Stages(
-            needs=Needs(column_sums=True, only_attention=True, norms=by),
+            needs=Needs(ColumnSums(), only_attention=True, norms=by),
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=self._allocate(),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),

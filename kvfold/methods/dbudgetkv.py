@@ -5,11 +5,12 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Measured, Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.norm_cut import KEEP_LAYERS, VOTERS, Ranking, norm_cut
 from kvfold.methods.stages.score.observation_window import window_votes
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -63,7 +64,7 @@ class DBudgetKV(Method):
         by_attention = self.ranking == "attention"
         votes = partial(window_votes, window=VOTERS, kernel=1, pooling="max")
         return Stages(
-            needs=Needs(window=max(self.rows, VOTERS) if by_attention else self.rows),
+            needs=Needs(LastQueries(max(self.rows, VOTERS) if by_attention else self.rows)),
             score=votes if by_attention else recency,
             allocate=Measured(
                 partial(

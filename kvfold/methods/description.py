@@ -172,32 +172,8 @@ def in_words(stages: Stages) -> str:
 def observed(stages: Stages) -> str:
     """Data that the stages read beside keys, values and positions, in words."""
     needs = stages.needs
-    parts = ["attention sums"] if needs.column_sums else []
-    parts += ["their squares"] if needs.column_squares else []
-    if needs.reconstruction:
-        asked = needs.reconstruction.questions
-        parts.append("questions about the text" if asked else "the text being repeated")
-    parts += ["the newest queries"] if stages.token_pruning else []
-    parts += ["keys before RoPE"] if needs.unrotated else []
-    parts += ["norms of projected values"] if needs.output_norms else []
-    parts += ["attention inside chunks"] if needs.chunk_sums else []
-    parts += ["token ids"] if needs.token_ids else []
-    parts += ["the logits of each token"] if needs.surprise else []
-    parts += ["its last scores"] if needs.previous_scores else []
-    if needs.window:
-        parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
-    parts += ["a fitted scorer"] if needs.scorer else []
-    parts += ["fitted scores of heads"] if needs.fitted_heads else []
-    if needs.query_moments:
-        spread = " and covariance" if needs.query_moments.covariance else ""
-        lengths = " and pairs' lengths" if needs.query_moments.moduli else ""
-        whose = "other texts' queries'" if needs.query_moments.fitted else "the queries'"
-        parts.append(f"{whose} mean{spread}{lengths}")
-    if needs.references:
-        where = "the repetition, if there is one" if needs.references.repeated else "the text"
-        if needs.references.on_policy:
-            where = "the repetition over the refitted layers"
-        parts.append(f"queries of {where}")
+    parts = ["the newest queries"] if stages.token_pruning else []
+    parts += [need.describe() for need in needs.by_kind.values()]
     return " and ".join(parts) or NOTHING
 
 

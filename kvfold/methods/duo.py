@@ -6,7 +6,6 @@ from typing import ClassVar
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.retrieval import (
     RetrievalScores,
     above,
@@ -16,6 +15,8 @@ from kvfold.methods.stages.allocate.retrieval import (
 )
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.fitted import HeadNumbers
 
 WHOLE = "heads keep everything, or their first and last tokens"
 
@@ -76,7 +77,7 @@ class Duo(Method):
         if self.sparsity:
             share = partial(above_quantile, window=window, sparsity=self.sparsity)
         return Stages(
-            needs=Needs(fitted_heads=FittedFile(RetrievalScores, str(self.file))),
+            needs=Needs(HeadNumbers(FittedFile(RetrievalScores, str(self.file)))),
             score=recency,
             allocate=Across(retrieval_scores, share, per_head=True, in_rounds=True),
             forced=Forced(sinks=self.sinks),

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs, Observation, QueryMomentsNeed
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.heads import adaptive
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.query_moments import QueryMomentsNeed
 
 FARTHEST = 2**17  # positions, which are turned one by one
 
@@ -57,7 +59,7 @@ class ExpectedAttention(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(query_moments=QueryMomentsNeed(self.sinks, self.covariance)),
+            needs=Needs(QueryMomentsNeed(self.sinks, self.covariance)),
             score=partial(expected_attention, method=self),
             heads=adaptive if self.adaptive else None,
             forced=Forced(sinks=self.sinks),

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.select.blocks import best_of_chunks
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 Weight = Literal["visible", "before", "none"]
 
@@ -57,7 +59,7 @@ class Finch(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(window=self.window),
+            needs=Needs(LastQueries(self.window)),
             score=partial(weighted_rows, window=self.window, weight=self.weight),
             forced=Forced(recent=self.window),
             select=partial(best_of_chunks, length=self.chunk) if self.chunk else None,

@@ -5,10 +5,11 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
 from kvfold.methods.stages.select.forced import Forced, Share
+from kvfold.observers.base import Needs
+from kvfold.observers.column_sums import ColumnSums
 
 
 @register(
@@ -42,7 +43,7 @@ class H2O(Method):
     def stages(self) -> Stages:
         per_query = self.normalize == "visible_queries"
         return Stages(
-            needs=Needs(column_sums=True, only_attention=not per_query),
+            needs=Needs(ColumnSums(), only_attention=not per_query),
             score=partial(accumulated_attention, per_visible_query=per_query),
             allocate=uniform,
             forced=Forced(recent=Share(self.recent)),

@@ -6,10 +6,12 @@ from typing import ClassVar, Literal
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Method, Schedule, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, named
-from kvfold.methods.observation import ContextReconstruction, Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS, most_attention
+from kvfold.observers.base import Needs
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.stored import OutputNorms
 
 POOL = partial(Across, partial(candidates_of, score=most_attention), per_head=True)
 
@@ -82,7 +84,7 @@ class KVzip(Method):
         how = self.normalize, self.demote, self.demote_repeats, self.score == "rms"
         asked = *PROMPTS, INSTRUCTION if self.instruction else "", named(self.head_scores)
         repeated = ContextReconstruction(self.chunk, *asked, *how, named(self.questions))
-        needs = Needs(reconstruction=repeated, output_norms="l2" if self.normalize else None)
+        needs = Needs(repeated, OutputNorms("l2") if self.normalize else None)
         return Stages(needs=needs, score=most_attention, allocate=allocate, inexact=inexact)
 
     def _allocate(self) -> tuple[Schedule | Across, str]:

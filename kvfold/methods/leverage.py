@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.score.leverage import leverage_scores
+from kvfold.observers.base import Needs
+from kvfold.observers.stored import KeysBeforeRope
 
 
 @register(
@@ -38,4 +39,4 @@ class Leverage(Method):
 
     def stages(self) -> Stages:
         score = partial(leverage_scores, sketch=self.sketch, jitter=self.jitter)
-        return Stages(needs=Needs(unrotated=True), score=score)
+        return Stages(needs=Needs(KeysBeforeRope()), score=score)

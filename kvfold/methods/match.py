@@ -5,8 +5,9 @@ from typing import ClassVar, Literal
 from kvfold.errors import KvfoldError
 from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Stages, register
-from kvfold.methods.observation import Needs, ReferencesNeed
 from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
+from kvfold.observers.base import Needs
+from kvfold.observers.references import ReferencesNeed
 
 
 @register(
@@ -76,4 +77,4 @@ class Match(AddOn):
         refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold, self.up_to)
         repeated = self.references == "repeat"
         need = ReferencesNeed(self.queries, repeated, self.on_policy, self.target == "whole")
-        return Stages(needs=Needs(references=need), refit=refit)
+        return Stages(needs=Needs(need), refit=refit)

@@ -4,9 +4,10 @@ from typing import ClassVar, Literal
 
 from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values
+from kvfold.observers.base import Needs
+from kvfold.observers.column_sums import ColumnSums
 
 
 @register(
@@ -43,4 +44,4 @@ class Merge(AddOn):
         if self.rule == "d2o":
             needs = Needs(norms="keys")
             return Stages(needs=needs, merge=merge_similar, merge_one=merge_one)
-        return Stages(needs=Needs(column_sums=True), merge=spread_values)
+        return Stages(needs=Needs(ColumnSums()), merge=spread_values)

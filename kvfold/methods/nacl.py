@@ -7,12 +7,14 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.score.position import uniform_noise
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -49,7 +51,7 @@ class NACL(Method):
     def stages(self) -> Stages:
         drawn = partial(best_and_drawn, part=self.random, temperature=self.temperature)
         return Stages(
-            needs=Needs(window=self.proxies),
+            needs=Needs(LastQueries(self.proxies)),
             score=partial(window_votes, window=self.proxies, kernel=1, pooling="max"),
             forced=Forced(recent=self.proxies),
             select=drawn if self.random else None,

@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import ChunkSumsNeed, Needs
 from kvfold.methods.stages.score.chunk_attention import non_causal_scores
+from kvfold.observers.base import Needs
+from kvfold.observers.chunk_sums import ChunkSumsNeed
 
 
 @register(
@@ -38,5 +39,5 @@ class NonCausal(Method):
             raise KvfoldError(f"non_causal:chunk is at least 1 token, not {self.chunk}")
 
     def stages(self) -> Stages:
-        needs = Needs(chunk_sums=ChunkSumsNeed(self.chunk))
+        needs = Needs(ChunkSumsNeed(self.chunk))
         return Stages(needs=needs, score=non_causal_scores)

@@ -5,10 +5,11 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.pyramid import pyramid, pyramid_official
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 ROUNDED_STEP = "the released schedule rounds its step down, so that upper layers keep more"
 
@@ -54,7 +55,7 @@ class PyramidKV(Method):
     def stages(self) -> Stages:
         schedule = pyramid if self.rounding == "exact" else pyramid_official
         return Stages(
-            needs=Needs(window=self.window),
+            needs=Needs(LastQueries(self.window)),
             score=partial(mean_votes, window=self.window, kernel=self.kernel, pooling=self.pooling),
             allocate=partial(schedule, window=self.window, beta=self.beta),
             forced=Forced(recent=self.window),

@@ -4,10 +4,11 @@ from typing import ClassVar
 
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.filters import Filters
 from kvfold.methods.stages.score.learned import learned
+from kvfold.observers.base import Needs
+from kvfold.observers.fitted import EntryScorer
 
 
 @register("qfilter", paper="arXiv 2503.02812", formula="s[l, h, t] = ⟨k[l, h, t], u[l, h]⟩")
@@ -31,4 +32,4 @@ class QFilter(Method):
 
     def stages(self) -> Stages:
         scorer = FittedFile(Filters, str(self.file))
-        return Stages(needs=Needs(scorer=scorer), score=learned, allocate=uniform)
+        return Stages(needs=Needs(EntryScorer(scorer)), score=learned, allocate=uniform)

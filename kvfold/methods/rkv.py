@@ -7,11 +7,13 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.decode import Counting
 from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
 from kvfold.methods.stages.score.redundancy import redundancy, shares
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 INTERVAL = 128  # generated tokens between evictions, as the paper has it
 
@@ -61,7 +63,7 @@ class RKV(Method):
     def stages(self) -> Stages:
         rounds = self.decode == "every"
         return Stages(
-            needs=Needs(window=self.window),
+            needs=Needs(LastQueries(self.window)),
             score=partial(important_and_new, method=self),
             forced=Forced(recent=self.window),
             decode=self.decode,

@@ -5,9 +5,10 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
+from kvfold.observers.base import Needs
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 
 
 @register(
@@ -52,7 +53,7 @@ class RoCo(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(column_sums=True, column_squares=True),
+            needs=Needs(ColumnSums(), ColumnSquares()),
             score=partial(
                 low_mean_unless_unstable,
                 protect_recent=self.protect_recent,

@@ -5,10 +5,12 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.score.recent_rows import lasting_attention, seldom_below_average
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
+from kvfold.observers.stored import PreviousScores
 
 
 @register(
@@ -56,7 +58,7 @@ class Scissorhands(Method):
         sums = self.rule == "sums"
         scores = partial(lasting_attention, decay=self.decay) if sums else seldom_below_average
         return Stages(
-            needs=Needs(window=self.window, previous_scores=sums),
+            needs=Needs(LastQueries(self.window), PreviousScores() if sums else None),
             score=partial(scores, window=self.window),
             forced=Forced(recent=self.recent),
             decode=self.decode,

@@ -5,10 +5,11 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Measured, Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate import lazy
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -73,7 +74,7 @@ class SimLayerKV(Method):
 
     def brings_sizes(self) -> Stages:
         return Stages(
-            needs=Needs(window=self.n_last if self.when == "prefill" else 1),
+            needs=Needs(LastQueries(self.n_last if self.when == "prefill" else 1)),
             allocate=self._allocate(),
             decode="once" if self.when == "first_decode" else "append",
         )

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs, Observation, SurpriseNeed
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
+from kvfold.observers.base import Needs
+from kvfold.observers.surprise import PromptTokens, SurpriseNeed
 
 
 @register(
@@ -48,7 +50,7 @@ class SirLLM(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(surprise=SurpriseNeed(self.decay)),
+            needs=Needs(SurpriseNeed(self.decay), PromptTokens()),
             score=surprise,
             forced=Forced(sinks=self.sinks),
             select=partial(surprising_then_newest, recent=self.recent),
@@ -58,8 +60,7 @@ class SirLLM(Method):
 
 def surprise(observation: Observation) -> Tensor:
     """−ln p of each entry's token `[B, H, T]`, float32."""
-    assert observation.surprise is not None
-    return observation.surprise
+    return observation[SurpriseNeed]
 
 
 def surprising_then_newest(
@@ -76,10 +77,10 @@ def surprising_then_newest(
     has just ended is among the best if it fits. scores, forced and positions `[B, H, T]`. Slots are
     ascending, −1 for holes.
     """
-    assert observation.prompt_tokens is not None and observation.tokens_seen is not None
+    assert observation.tokens_seen is not None
     room = counts - forced.sum(-1)
     best = room - (room.double() * recent + ROUNDING).long()
-    began = observation.tokens_seen - observation.prompt_tokens
+    began = observation.tokens_seen - observation[PromptTokens]
     prompt = (positions >= began.view(-1, 1, 1)) & ~forced
     fits = prompt.sum(-1, keepdim=True) <= best[..., None]
     sure = with_forced(scores, forced | (prompt & fits), positions)

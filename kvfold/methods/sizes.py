@@ -6,7 +6,6 @@ from typing import ClassVar
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.parts import (
     LayerParts,
     PartsFile,
@@ -16,6 +15,8 @@ from kvfold.methods.stages.allocate.parts import (
 )
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -54,7 +55,7 @@ class Sizes(Method):
     def stages(self) -> Stages:
         votes = partial(window_votes, window=self.window, kernel=7, pooling="max")
         return Stages(
-            needs=Needs(window=self.window),
+            needs=Needs(LastQueries(self.window)),
             score=votes,
             allocate=self._sizes(),
             forced=Forced(recent=self.window),

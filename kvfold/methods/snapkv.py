@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.observation_window import (
     Pooling,
@@ -14,6 +13,8 @@ from kvfold.methods.stages.score.observation_window import (
     mean_votes,
 )
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register(
@@ -68,7 +69,7 @@ class SnapKV(Method):
         else:
             score = partial(mean_votes, **options, pool_first=self.pool_first)
         return Stages(
-            needs=Needs(window=self.window),
+            needs=Needs(LastQueries(self.window)),
             score=score,
             allocate=uniform,
             forced=Forced(recent=self.window),

@@ -3,7 +3,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 from kvfold.store.pruned import Pruning
 
 
@@ -39,7 +40,7 @@ class ThinK(Method):
         self._pruning()
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(window=self.queries), encode=self._pruning())
+        return Stages(needs=Needs(LastQueries(self.queries)), encode=self._pruning())
 
     def _pruning(self) -> Pruning:
         return Pruning(ratio=self.ratio, recent=self.recent, queries=self.queries)

@@ -4,10 +4,11 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.last_query import newest_row
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.last_queries import LastQueries
 
 
 @register("tova", paper="arXiv 2401.06104", formula="s[t] = mean_q A[q, n − 1, t]")
@@ -31,7 +32,7 @@ class TOVA(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(window=1, only_attention=True),
+            needs=Needs(LastQueries(1), only_attention=True),
             score=partial(newest_row, per_head=self.per_head),
             allocate=uniform,
             forced=Forced(recent=int(self.keep_last)),

@@ -8,9 +8,11 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
-from kvfold.methods.observation import Needs, Observation, QueryMomentsNeed
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.decode import Prompt
 from kvfold.methods.stages.score.distant_queries import Centres, Over, distant_logits, standardized
+from kvfold.observers.base import Needs
+from kvfold.observers.query_moments import QueryMomentsNeed
 
 FARTHEST = 2**20  # positions
 
@@ -74,7 +76,7 @@ class TriAttention(Method):
             fitted=None if self.file == NO_FILE else FittedFile(Centres, str(self.file)),
         )
         return Stages(
-            needs=Needs(query_moments=moments),
+            needs=Needs(moments),
             score=partial(at_later_distances, method=self),
             agree=self.scope == "model",
             decode="every",

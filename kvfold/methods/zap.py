@@ -6,11 +6,13 @@ from typing import ClassVar, Literal
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.learned import Scorer, learned
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.fitted import EntryScorer
+from kvfold.observers.stored import KeysBeforeRope
 
 
 @register(
@@ -65,7 +67,7 @@ class Zap(Method):
             candidates, partial(pooled, floor=self.floor), per_head=True, in_rounds=True
         )
         return Stages(
-            needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
+            needs=Needs(KeysBeforeRope(), EntryScorer(FittedFile(Scorer, str(self.file)))),
             score=learned,
             allocate=across if self.level == "pair" else uniform,
             forced=Forced(sinks=self.sinks, recent=self.window),

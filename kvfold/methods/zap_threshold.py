@@ -6,10 +6,12 @@ from typing import ClassVar
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Measured, Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
-from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.above import above
 from kvfold.methods.stages.score.learned import Scorer, learned
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.base import Needs
+from kvfold.observers.fitted import EntryScorer
+from kvfold.observers.stored import KeysBeforeRope
 
 
 @register(
@@ -56,7 +58,7 @@ class ZapThreshold(Method):
     def stages(self) -> Stages:
         forced = Forced(sinks=self.sinks, recent=self.window)
         return Stages(
-            needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
+            needs=Needs(KeysBeforeRope(), EntryScorer(FittedFile(Scorer, str(self.file)))),
             score=learned,
             allocate=Measured(
                 partial(above, threshold=self.threshold, forced=forced),

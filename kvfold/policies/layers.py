@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
 from kvfold.budget import Budget
-from kvfold.cache.observe import add_moments, note_piece, observation_of
+from kvfold.cache.observe import observation_of
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.prefill import end_with, size_and_evict
-from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
@@ -23,10 +21,14 @@ from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted_parts import with_parts
-from kvfold.methods.observation import OutputNorm
+from kvfold.observers.call import AttentionCall
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums
+from kvfold.observers.of_layer import Observers
+from kvfold.observers.stored import OutputNorm
 from kvfold.policies.fitted import fitted_in
 from kvfold.policies.prefill import Prefill
 from kvfold.store.dense import DenseStore
+from kvfold.store.sequence import LogicalSequence
 
 
 @full_precision
@@ -45,11 +47,11 @@ def chosen_in(
         state.sequence = LogicalSequence(prefill.tokens)
         logits = prefill.logits_of(layer)
         call = AttentionCall(prefill.queries_of(layer), keys, values, logits)
-        if stages.needs.column_sums:
-            squares = stages.needs.column_squares
-            sums = attend_with_moments(*call[:3], None, squares=squares, **logits)
-            add_moments(state, *sums[1:])
-        note_piece(state, call)
+        if ColumnSums in stages.needs:
+            squares = ColumnSquares in stages.needs
+            _, sums, of_squares = attend_with_moments(*call[:3], None, squares=squares, **logits)
+            state.observers.read(state, call._replace(sums=sums, squares=of_squares))
+        state.observers.read_piece(state, call)
         end_with(state, call)
         if state.late:  # at the first generated token, of which nothing is read
             size_and_evict(state, observation_of(state, call))
@@ -58,9 +60,8 @@ def chosen_in(
 
 def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) -> list[LayerState]:
     needs, count = stages.needs, prefill.layers
-    moments = None if needs.query_moments is None else needs.query_moments.fitted
-    files = needs.scorer, needs.fitted_heads, moments
-    scorer, heads, centres = (fitted_in(each, prefill) for each in files)
+    files = {kind: getattr(need, "file", None) for kind, need in needs.by_kind.items()}
+    fits = {kind: fitted_in(file, prefill) for kind, file in files.items() if file is not None}
     ids = None if prefill.token_ids is None else prefill.token_ids[None]
     # `until`: a window of one query is a prefill's too.
     phase, waiting = Phase(until=prefill.tokens, incoming=ids), Waiting[LayerState]()
@@ -71,9 +72,7 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
             waiting,
             _rotation(prefill, layer),
             _projection(prefill, layer),
-            None if scorer is None else scorer.of_layer(layer),
-            None if heads is None else heads.of_layer(layer),
-            None if centres is None else centres.of_layer(layer),
+            Observers.of(needs, {kind: each.of_layer(layer) for kind, each in fits.items()}),
         )
         for layer in range(count)
     ]

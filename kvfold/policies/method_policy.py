@@ -17,6 +17,12 @@ from kvfold.cache.spans import Span, spans_of
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, parse
+from kvfold.observers.chunk_sums import ChunkSumsNeed
+from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.last_queries import window_of
+from kvfold.observers.query_moments import QueryMomentsNeed
+from kvfold.observers.stored import OutputNorms, TokenIds
+from kvfold.observers.surprise import SurpriseNeed
 from kvfold.policies.kept import Kept
 from kvfold.policies.layers import chosen_in
 from kvfold.policies.prefill import Prefill
@@ -47,13 +53,14 @@ class Policy:
     def needs(self) -> PolicyNeeds:
         """Inputs of `keep` beside keys and values."""
         needs = self._stages.needs
-        moments = needs.query_moments is not None and needs.query_moments.fitted is None
-        everything = needs.column_sums or moments or needs.chunk_sums
+        moments = needs.get(QueryMomentsNeed)
+        own_moments = moments is not None and moments.fitted is None
+        everything = ColumnSums in needs or own_moments or ChunkSumsNeed in needs
         return PolicyNeeds(
-            "all" if everything else needs.window,
+            "all" if everything else window_of(needs),
             rope=needs.rotated_back,
-            token_ids=needs.token_ids,
-            output_weights=needs.output_norms is not None,
+            token_ids=TokenIds in needs,
+            output_weights=OutputNorms in needs,
             budget=self.method.takes_budget,
         )
 
@@ -120,7 +127,7 @@ def policy(method: Method | str) -> Policy:
     reason = None
     if stages.runs_own_forwards:
         reason = "runs forwards of its own over the prompt, which take the model"
-    elif stages.needs.surprise is not None:
+    elif SurpriseNeed in stages.needs:
         reason = "scores tokens by the model's logits, which an engine's cache does not have"
     elif stages.encode is not None:
         reason = "stores entries otherwise than they came"

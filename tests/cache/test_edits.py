@@ -17,6 +17,7 @@ import kvfold
 from kvfold import KvfoldError
 from kvfold.cache.edits import dropped, holds, joined
 from kvfold.cache.fork import fork
+from kvfold.observers.query_moments import QueryMomentsNeed
 from tests.helpers.budgets import compressed
 from tests.helpers.caches import ALONE, BATCHES, bits, decode, positions, same, start
 from tests.helpers.models import FAMILIES, build, continuation, prompts
@@ -484,11 +485,11 @@ def test_padding_between_turns_stays_where_it_is(model):
 def test_an_edit_s_copy_shares_no_observations(model):
     reader = start(model, "expected_attention + every:interval=4")
     state = reader.cache.states[0]
-    count = state.query_moments.nbytes()
+    count = state.observers[QueryMomentsNeed].nbytes()
     other = dropped(reader.cache, SPAN)
     Reader(model, other)(continuation(1, 9))
-    assert state.query_moments.nbytes() == count
-    assert other.states[0].query_moments is not state.query_moments
+    assert state.observers[QueryMomentsNeed].nbytes() == count
+    assert other.states[0].observers[QueryMomentsNeed] is not state.observers[QueryMomentsNeed]
 
 
 def test_a_cache_whose_last_forward_failed_is_not_edited(model):

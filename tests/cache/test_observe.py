@@ -29,6 +29,8 @@ from kvfold.cache.fork import end_turn, fork_within
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import IllegalComposition, UnsupportedModel
 from kvfold.hf.models import read_tokens
+from kvfold.observers.last_queries import LastQueries
+from kvfold.observers.stored import KeysBeforeRope, OutputNorms, TokenIds
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.registry import registry_restored
 from tests.helpers.tokenizers import word_tokenizer
@@ -94,14 +96,14 @@ def check_ids(seen: list[Observation], ids: Tensor) -> None:
     """Compares all observations since the last check with the tokens `[B, N]` read so far."""
     assert seen
     for observation in seen:
-        assert torch.equal(observation.token_ids, ids_by_position(ids, observation.positions))
+        assert torch.equal(observation[TokenIds], ids_by_position(ids, observation.positions))
     seen.clear()
 
 
 @BATCHES
 @FAMILIES
 def test_token_ids_are_those_of_the_entries(family, lengths):
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     reader, ids = reader_of(build(family), method, lengths)
     reader(ids)
     check_ids(seen, ids)
@@ -113,7 +115,7 @@ def test_token_ids_are_those_of_the_entries(family, lengths):
 
 @BATCHES
 def test_token_ids_of_a_prompt_in_pieces(lengths):
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     reader, ids = reader_of(build("llama"), method, lengths)
     read_in_pieces(reader, ids)
     check_ids(seen, ids)
@@ -126,7 +128,7 @@ def test_token_ids_of_a_prompt_in_pieces(lengths):
 
 @BATCHES
 def test_token_ids_while_decoding(lengths):
-    method, seen = watching(Needs(token_ids=True, only_attention=True), decode="hold")
+    method, seen = watching(Needs(TokenIds(), only_attention=True), decode="hold")
     reader, ids = reader_of(build("llama"), method, lengths)
     reader(ids)
     for token in continuation(len(ids), 4).split(1, 1):
@@ -137,7 +139,7 @@ def test_token_ids_while_decoding(lengths):
 
 
 def test_token_ids_after_a_crop_and_other_rows():
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     reader, ids = reader_of(build("llama"), method, PADDED)
     reader(ids)
     mask, more = reader.mask, continuation(3, 9)
@@ -153,7 +155,7 @@ def test_token_ids_after_a_crop_and_other_rows():
 
 
 def test_token_ids_of_generated_text():
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     model, ids = build("llama"), prompts(ALONE)[0]
     cache = CompressedCache(model, method, BUDGET)
     options = {"cache": cache, "max_new_tokens": 5, "do_sample": False}
@@ -165,7 +167,7 @@ def test_token_ids_of_generated_text():
 
 
 def test_token_ids_of_a_fork():
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     model = build("llama")
     reader, ids = reader_of(model, method, ALONE)
     reader(ids)
@@ -181,8 +183,7 @@ SEEN: list[Observation] = []
 def highest_id(observation: Observation) -> Tensor:
     """The token's id; of one token, the later entry."""
     SEEN.append(observation)
-    assert observation.token_ids is not None
-    return observation.token_ids * 1000.0 + observation.positions
+    return observation[TokenIds] * 1000.0 + observation.positions
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class HighestId(Method):
     """Keeps the tokens of highest id."""
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(token_ids=True), score=highest_id)
+        return Stages(needs=Needs(TokenIds()), score=highest_id)
 
 
 def test_a_method_that_reads_token_ids_keeps_what_it_says():
@@ -214,11 +215,11 @@ def test_token_ids_of_a_loaded_context(tmp_path):
     for observation in SEEN:
         all_ids = torch.cat([context.ids, more], 1)[0]
         expected = all_ids[observation.positions]
-        assert torch.equal(observation.token_ids, expected)
+        assert torch.equal(observation[TokenIds], expected)
 
 
 def test_tokens_read_past_the_model_are_unknown():
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     model = build("llama")
     reader, ids = reader_of(model, method, ALONE)
     with torch.no_grad(), reader.cache.reading():
@@ -227,12 +228,12 @@ def test_tokens_read_past_the_model_are_unknown():
     for observation in seen:
         expected = ids_by_position(ids, observation.positions)
         expected = expected.masked_fill(observation.positions >= 40, -1)
-        assert torch.equal(observation.token_ids, expected)
+        assert torch.equal(observation[TokenIds], expected)
     assert seen
 
 
 def test_embeddings_have_no_token_ids():
-    method, seen = watching(Needs(token_ids=True))
+    method, seen = watching(Needs(TokenIds()))
     model = build("llama")
     reader, ids = reader_of(model, method, ALONE)
     embedded = model.get_input_embeddings()(ids)
@@ -246,7 +247,7 @@ def test_embeddings_have_no_token_ids():
 # --- keys before RoPE ------------------------------------------------------------------------
 
 
-class KeysBeforeRope:
+class ProjectedKeys:
     """Keys `[B, H, N, D]` of all tokens as the model's projections gave them, layer by layer."""
 
     def __init__(self, reader: Reader) -> None:
@@ -277,7 +278,7 @@ class KeysBeforeRope:
         return keys.gather(2, columns[..., None].expand(-1, -1, -1, keys.shape[-1]))
 
 
-def check_unrotated(seen: list[Observation], keys: KeysBeforeRope, mask: Tensor) -> None:
+def check_unrotated(seen: list[Observation], keys: ProjectedKeys, mask: Tensor) -> None:
     """Compares all observations since the last check; padding is at the front of `mask [B, N]`."""
     assert seen
     for observation in seen:
@@ -293,9 +294,9 @@ def check_unrotated(seen: list[Observation], keys: KeysBeforeRope, mask: Tensor)
     "family", ["llama", "gemma3", "gpt2", "qwen3", "olmo2", "smollm3", "glm4", "granite"]
 )
 def test_unrotated_keys_are_those_of_the_projection(family, lengths):
-    method, seen = watching(Needs(unrotated=True))
+    method, seen = watching(Needs(KeysBeforeRope()))
     reader, ids = reader_of(build(family), method, lengths)
-    keys = KeysBeforeRope(reader)
+    keys = ProjectedKeys(reader)
     read_in_pieces(reader, ids)
     mask = prompts(lengths)[1]
     if family not in ("gpt2", "smollm3"):
@@ -311,10 +312,10 @@ def test_unrotated_keys_are_those_of_the_projection(family, lengths):
 @pytest.mark.parametrize("positions", ["original", "reindex"])
 def test_unrotated_keys_while_decoding(lengths, positions):
     forced = Forced(sinks=4)
-    needs = Needs(unrotated=True)
+    needs = Needs(KeysBeforeRope())
     method, seen = watching(needs, decode="hold", positions=positions, forced=forced)
     reader, ids = reader_of(build("llama"), method, lengths)
-    keys = KeysBeforeRope(reader)
+    keys = ProjectedKeys(reader)
     reader(ids)
     mask = prompts(lengths)[1]
     for token in continuation(len(ids), 6).split(1, 1):
@@ -326,22 +327,22 @@ def test_unrotated_keys_while_decoding(lengths, positions):
 
 @BATCHES
 def test_unrotated_keys_of_keys_that_moved(lengths):
-    method, seen = watching(Needs(unrotated=True), positions="consecutive")
+    method, seen = watching(Needs(KeysBeforeRope()), positions="consecutive")
     reader, ids = reader_of(build("llama"), method, lengths)
-    keys, mask = KeysBeforeRope(reader), prompts(lengths)[1]
+    keys, mask = ProjectedKeys(reader), prompts(lengths)[1]
     reader(ids)
     for turn in range(3):
         reader(continuation(len(ids), 9, seed=turn))
         check_unrotated(seen, keys, mask)
-    assert reader.cache.states[0].moves.max() > 20
+    assert reader.cache.states[0].observers.moves.moves.max() > 20
 
 
 @pytest.mark.parametrize("positions", ["original", "reindex", "consecutive"])
 def test_unrotated_keys_of_a_fork(positions):
-    method, seen = watching(Needs(unrotated=True), positions=positions, forced=Forced(sinks=4))
+    method, seen = watching(Needs(KeysBeforeRope()), positions=positions, forced=Forced(sinks=4))
     model = build("llama")
     reader, ids = reader_of(model, method, ALONE)
-    keys = KeysBeforeRope(reader)
+    keys = ProjectedKeys(reader)
     reader(ids)
     seen.clear()
     both = torch.cat([ids, continuation(1, 30)], 1)
@@ -357,9 +358,9 @@ def test_unrotated_keys_hold_the_attention_factor():
         "original_max_position_embeddings": 32,
         "attention_factor": 1.5,
     }
-    method, seen = watching(Needs(unrotated=True))
+    method, seen = watching(Needs(KeysBeforeRope()))
     reader, ids = reader_of(build("llama", rope_parameters=rope), method, ALONE)
-    keys = KeysBeforeRope(reader)
+    keys = ProjectedKeys(reader)
     reader(ids)
     for observation in seen:
         expected = 1.5 * keys.of(observation, torch.ones_like(ids))
@@ -367,7 +368,7 @@ def test_unrotated_keys_hold_the_attention_factor():
 
 
 def test_unrotated_keys_of_fewer_entries():
-    method, seen = watching(Needs(unrotated=True))
+    method, seen = watching(Needs(KeysBeforeRope()))
     reader, ids = reader_of(build("llama"), method, PADDED)
     reader(ids)
     slots = torch.tensor([-1, 45, 50, 63]).expand(3, 2, 4)
@@ -383,7 +384,7 @@ def test_unrotated_keys_of_fewer_entries():
 def test_keys_that_cannot_be_rotated_back_are_refused(family):
     model = build(family)
     with pytest.raises(UnsupportedModel, match="there are no un-rotated keys"):
-        CompressedCache(model, watching(Needs(unrotated=True))[0], BUDGET)
+        CompressedCache(model, watching(Needs(KeysBeforeRope()))[0], BUDGET)
     CompressedCache(model, watching(Needs())[0], BUDGET)
 
 
@@ -400,21 +401,21 @@ def test_keys_that_are_normed_after_their_rotation_are_refused():
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UnsupportedModel, match="how layer 0"):
-        CompressedCache(model, watching(Needs(unrotated=True))[0], BUDGET)
+        CompressedCache(model, watching(Needs(KeysBeforeRope()))[0], BUDGET)
     with pytest.raises(UnsupportedModel, match="moved for certain"):
         CompressedCache(model, "streaming_llm", BUDGET)
 
 
 @pytest.mark.parametrize("given", [None, 5])
 def test_other_rotary_positions_are_refused(given):
-    method, _ = watching(Needs(unrotated=True))
+    method, _ = watching(Needs(KeysBeforeRope()))
     model = build("llama")
     reader, ids = reader_of(model, method, PADDED)
     options = {} if given is None else {"position_ids": torch.arange(64)[None] + given}
     with torch.no_grad(), pytest.raises(UnsupportedModel, match="its number in its row"):
         model(ids, attention_mask=prompts(PADDED)[1], past_key_values=reader.cache, **options)
     other = build("gpt2")  # nothing is rotated
-    cache = CompressedCache(other, watching(Needs(unrotated=True))[0], BUDGET)
+    cache = CompressedCache(other, watching(Needs(KeysBeforeRope()))[0], BUDGET)
     other(ids, attention_mask=prompts(PADDED)[1], past_key_values=cache)
 
 
@@ -422,7 +423,7 @@ def test_unrotated_keys_must_be_asked_for():
     method, seen = watching(Needs())
     reader, ids = reader_of(build("llama"), method, ALONE)
     reader(ids)
-    with pytest.raises(KvfoldError, match=r"Needs\(unrotated=True\)"):
+    with pytest.raises(KvfoldError, match=r"Needs\(KeysBeforeRope"):
         seen[0].unrotated()
 
 
@@ -431,12 +432,12 @@ class UnrotatedNorms(Method):
     """Keeps the keys whose first rotary component was largest before RoPE."""
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(unrotated=True), score=lambda seen: seen.unrotated()[..., 0])
+        return Stages(needs=Needs(KeysBeforeRope()), score=lambda seen: seen.unrotated()[..., 0])
 
 
 def test_a_method_that_reads_unrotated_keys_keeps_what_it_says():
     reader, ids = reader_of(build("llama"), UnrotatedNorms(), ALONE)
-    keys = KeysBeforeRope(reader)
+    keys = ProjectedKeys(reader)
     reader(ids)
     first = keys.seen[1][0][0, :, :, 0]
     for head, kept in zip(first, reader.cache.positions(1)[0], strict=True):
@@ -480,7 +481,7 @@ class OutputWeights:
     "family", ["llama", "gemma3", "gpt2", "qwen3", "gpt_neox", "deepseek_v3", "gpt_oss"]
 )
 def test_output_norms_are_those_of_the_dense_product(family, norm, order, lengths):
-    method, seen = watching(Needs(output_norms=norm))
+    method, seen = watching(Needs(OutputNorms(norm)))
     model = build(family)
     reader, ids = reader_of(model, method, lengths)
     weights = OutputWeights(reader.cache, model)
@@ -496,7 +497,7 @@ def test_output_norms_are_those_of_the_dense_product(family, norm, order, length
 
 
 def test_output_norms_while_decoding():
-    method, seen = watching(Needs(output_norms="l2"), decode="hold")
+    method, seen = watching(Needs(OutputNorms("l2")), decode="hold")
     model = build("llama", torch.bfloat16)
     reader, ids = reader_of(model, method, PADDED)
     weights = OutputWeights(reader.cache, model)
@@ -510,7 +511,7 @@ def test_output_norms_while_decoding():
 
 
 def test_output_norms_follow_the_weight():
-    method, seen = watching(Needs(output_norms="l2"))
+    method, seen = watching(Needs(OutputNorms("l2")))
     model = build("llama")
     reader, ids = reader_of(model, method, ALONE)
     reader(ids)
@@ -524,13 +525,13 @@ def test_output_norms_must_be_asked_for():
     method, seen = watching(Needs())
     reader, ids = reader_of(build("llama"), method, ALONE)
     reader(ids)
-    with pytest.raises(KvfoldError, match=r"Needs\(output_norms="):
+    with pytest.raises(KvfoldError, match=r"Needs\(OutputNorms"):
         seen[0].output_norms()
 
 
 def test_two_kinds_of_output_norms_are_refused():
     with pytest.raises(IllegalComposition, match="use one of them"):
-        Needs(output_norms="l1").joined(Needs(output_norms="l2"))
+        Needs(OutputNorms("l1")).joined(Needs(OutputNorms("l2")))
 
 
 @dataclass(frozen=True)
@@ -539,7 +540,7 @@ class LargestOutput(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(output_norms="l1"), score=lambda seen: seen.group_mean(seen.output_norms())
+            needs=Needs(OutputNorms("l1")), score=lambda seen: seen.group_mean(seen.output_norms())
         )
 
 
@@ -559,8 +560,8 @@ def test_a_method_that_reads_output_norms_keeps_what_it_says():
 
 # --- what every such need has in common --------------------------------------------------------
 
-BEYOND = [Needs(token_ids=True), Needs(unrotated=True), Needs(output_norms="l2")]
-BEYOND += [Needs(query_moments=QueryMomentsNeed())]
+BEYOND = [Needs(TokenIds()), Needs(KeysBeforeRope()), Needs(OutputNorms("l2"))]
+BEYOND += [Needs(QueryMomentsNeed())]
 
 
 @pytest.mark.parametrize("needs", BEYOND, ids=str)
@@ -579,20 +580,21 @@ def test_token_pruning_is_refused(needs):
 
 
 def test_padding_is_moved_to_the_front_with_all_that_entries_have():
-    method, seen = watching(Needs(token_ids=True, unrotated=True))
+    method, seen = watching(Needs(TokenIds(), KeysBeforeRope()))
     reader, ids = reader_of(build("llama"), method, PADDED)
     reader(ids)
-    names = ("keys", "values", "positions", "token_ids", "key_positions")
+    names = ("keys", "values", "positions")
     backwards = {name: getattr(seen[0], name).flip(2) for name in names}
-    last = dataclasses.replace(seen[0], **backwards)
+    observed = {kind: value.flip(2) for kind, value in seen[0].observed.items()}
+    last = dataclasses.replace(seen[0], observed=observed, **backwards)
     first, order = last.padding_first()
     assert order is not None
-    assert torch.equal(first.token_ids, ids_by_position(ids, first.positions))
+    assert torch.equal(first[TokenIds], ids_by_position(ids, first.positions))
     index = order[..., None].expand_as(last.keys)
     torch.testing.assert_close(first.unrotated(), last.unrotated().gather(2, index))
 
 
 @pytest.mark.parametrize("needs", BEYOND, ids=str)
 def test_needs_are_joined(needs):
-    assert Needs(window=3).joined(needs) == needs.joined(Needs(window=3))
+    assert Needs(LastQueries(3)).joined(needs) == needs.joined(Needs(LastQueries(3)))
     assert needs.joined(needs) == needs

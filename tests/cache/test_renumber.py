@@ -9,8 +9,8 @@ import torch
 import kvfold
 from kvfold import CompressedCache
 from kvfold.cache.renumber import Renumbering
-from kvfold.cache.sequence import LogicalSequence
 from kvfold.hf.rotation import Rotation
+from kvfold.store.sequence import LogicalSequence
 from tests.helpers.models import build, prompts
 from tests.helpers.truth import Reader
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.cache.fork import fork
-from kvfold.cache.state import KEPT_NUMBERS, LayerState
+from kvfold.cache.state import LayerState
 from tests.helpers.caches import ALONE, BATCHES, PADDED, decode, start
 from tests.helpers.compiled import COMPILED, GREEDY
 from tests.helpers.contexts import compressed as context_of
@@ -40,8 +40,8 @@ def number(state: LayerState) -> Tensor:
 def give_numbers(cache: kvfold.CompressedCache) -> None:
     for state in cache.states:
         own = number(state)
-        state.scores = own.float().masked_fill(own < 0, torch.nan)
-        state.moves = (own + 1).int()
+        state.observers.kept.set(own.float().masked_fill(own < 0, torch.nan))
+        state.observers.moves.set((own + 1).int())
 
 
 def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
@@ -52,8 +52,8 @@ def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
         expected = number(state).masked_fill(columns >= seen, -1)[columns >= 0]
         room = columns.shape[-1]
         widened = {
-            name: F.pad(getattr(state, name), (0, room - getattr(state, name).shape[-1]), value=of)
-            for name, of in KEPT_NUMBERS.items()
+            name: F.pad(numbers, (0, room - numbers.shape[-1]), value=empty)
+            for name, (numbers, empty) in state.observers.numbers().items()
         }
         scores, moves = (widened[name][columns >= 0] for name in ("scores", "moves"))
         assert torch.equal(scores.nan_to_num(-1).long(), expected)
@@ -65,9 +65,8 @@ def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
 def test_nothing_is_numbered_unless_asked_for(model):
     reader = start(model, "h2o")
     decode(reader)
-    assert all(
-        getattr(state, name) is None for state in reader.cache.states for name in KEPT_NUMBERS
-    )
+    for state in reader.cache.states:
+        assert (state.observers.kept.scores, state.observers.moves.moves) == (None, None)
 
 
 @BATCHES
@@ -119,7 +118,7 @@ def test_a_fork_has_no_numbers_and_leaves_its_source_alone(model):
     cache = start(model, "snapkv:window=8").cache
     give_numbers(cache)
     reader = fork(cache)
-    assert all(state.scores is None for state in reader.states)
+    assert all(state.observers.kept.scores is None for state in reader.states)
     assert assert_numbered(cache, cache.get_seq_length())
 
 

@@ -27,6 +27,7 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.scorer_file import write_fitted
 from kvfold.loading import load
 from kvfold.methods.base import Measured
+from kvfold.observers.stored import KeysBeforeRope, OutputNorms, TokenIds
 from tests.helpers.budgets import of_one_model
 from tests.helpers.contexts import DOCUMENT, KIVI
 from tests.helpers.models import build
@@ -111,9 +112,8 @@ UNSHARED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def beyond_attention(seen: Observation) -> Tensor:
     """A score of all that an observation offers beyond entries and attention."""
-    assert seen.token_ids is not None
-    outputs = seen.group_mean(seen.output_norms()) if seen.norms_of_outputs else 0
-    return outputs + seen.unrotated()[..., 0] + seen.token_ids.double().sin()
+    outputs = seen.group_mean(seen.output_norms()) if seen.get(OutputNorms) else 0
+    return outputs + seen.unrotated()[..., 0] + seen[TokenIds].double().sin()
 
 
 def as_many_as_high(seen: Observation) -> Tensor:
@@ -130,7 +130,7 @@ class ReadsEverything(Method):
     by_head: ClassVar[bool] = True
 
     def stages(self) -> Stages:
-        needs = Needs(token_ids=True, unrotated=True, output_norms="l2")
+        needs = Needs(TokenIds(), KeysBeforeRope(), OutputNorms("l2"))
         return Stages(needs=needs, score=beyond_attention)
 
 
@@ -142,7 +142,7 @@ class MeasuresEverything(Method):
     takes_budget: ClassVar[bool] = False
 
     def stages(self) -> Stages:
-        needs = Needs(token_ids=True, unrotated=True)
+        needs = Needs(TokenIds(), KeysBeforeRope())
         return Stages(needs=needs, score=beyond_attention, allocate=Measured(as_many_as_high))
 
 

@@ -19,6 +19,7 @@ from kvfold import CompressedCache, IllegalComposition, KvfoldError, Unsupported
 from kvfold.contexts.context import compress_each
 from kvfold.generation.generate import read_on
 from kvfold.hf.decoder_layers import DecoderLayers
+from kvfold.observers.references import ReferencesNeed
 from tests.helpers.caches import positions
 from tests.helpers.contexts import assert_same
 from tests.helpers.models import build
@@ -160,7 +161,7 @@ def test_all_layers_are_refitted_beside_other_stages(spec, other):
     model, (ids, _) = model_of(), ids_of(DOCUMENT)
     cache = compressed(model, f"{spec} + {other}", ids, None)
     assert all(state.refit is not None for state in cache.states)
-    assert not any(state.reference_queries.nbytes() for state in cache.states)
+    assert not any(state.observers[ReferencesNeed].nbytes() for state in cache.states)
     with torch.no_grad():
         assert bool(model(ids[:, :5], past_key_values=cache).logits.isfinite().all())
 

@@ -11,6 +11,10 @@ import kvfold
 from kvfold.errors import IllegalComposition
 from kvfold.methods.base import preset
 from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.fitted import EntryScorer, HeadNumbers
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.surprise import SurpriseNeed
 
 SMALL = 20  # entries per KV head, of the 24 to 64 tokens that prompts have
 
@@ -41,7 +45,7 @@ def holds(spec: str) -> bool:
 
 def sums_columns(spec: str) -> bool:
     """Whether kvfold computes the attention itself, to add up its columns."""
-    return kvfold.parse(spec).stages().needs.column_sums
+    return kvfold.parse(spec).stages().needs.get(ColumnSums) is not None
 
 
 def moves(spec: str) -> bool:
@@ -75,7 +79,7 @@ def encodes(spec: str) -> bool:
 
 def reads_logits(spec: str) -> bool:
     """Whether tokens are scored by the model's logits, so that entries leave after the forward."""
-    return kvfold.parse(spec).stages().needs.surprise is not None
+    return kvfold.parse(spec).stages().needs.get(SurpriseNeed) is not None
 
 
 def is_uniform(spec: str) -> bool:
@@ -87,7 +91,7 @@ def is_uniform(spec: str) -> bool:
 def needs_driver(spec: str) -> bool:
     """Whether a bare forward is refused, because the method runs forwards of its own."""
     stages = kvfold.parse(spec).stages()
-    return stages.needs.reconstruction is not None or stages.token_pruning is not None
+    return stages.needs.get(ContextReconstruction) is not None or stages.token_pruning is not None
 
 
 def of_one_model(name: str) -> bool:
@@ -95,7 +99,8 @@ def of_one_model(name: str) -> bool:
     if not _stands_alone(name):
         return False
     stages = preset(name).stages()
-    files = stages.needs.scorer, stages.needs.fitted_heads, getattr(stages.allocate, "parts", None)
+    fitted = stages.needs.get(EntryScorer), stages.needs.get(HeadNumbers)
+    files = *fitted, getattr(stages.allocate, "parts", None)
     return files != (None, None, None)
 
 

@@ -16,6 +16,7 @@ import kvfold
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files.format import CHECKSUM, CODED, FORMAT, HEADER, VERSION
 from kvfold.hf.header import digest, digest_of
+from kvfold.observers.chunk_sums import ChunkSumsNeed
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.models import build
@@ -69,11 +70,7 @@ def state(layer: Any) -> dict[str, Any]:
         "rotation",
         "projection",
         "store",
-        "query_window",
-        "answer_window",
-        "query_moments",
-        "query_chunks",
-        "reference_queries",
+        "observers",
         "reindexed",
         "sequence",  # its fields are held below
     }
@@ -82,12 +79,14 @@ def state(layer: Any) -> dict[str, Any]:
     held |= {"seen": layer.sequence.seen, "valid": layer.sequence.valid}
     held |= {"given": None if layer.reindexed is None else layer.reindexed.given}
     held |= {"sinks": None if layer.reindexed is None else layer.reindexed.count}
-    held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
-    held |= {f"chunks.{name}": value for name, value in vars(layer.query_chunks).items()}
-    if layer.query_moments.moments is not None:
-        held |= vars(layer.query_moments.moments)
-    if layer.answer_window.parts:
-        held |= dict(zip(("answer", "answer_columns"), layer.answer_window.joined(), strict=True))
+    observers, heads = layer.observers, store.keys.shape[1]
+    held |= {"queries": observers.window.prompt.attended, "dead": getattr(store, "dead", None)}
+    chunks = observers.get(ChunkSumsNeed)
+    held |= {} if chunks is None else {"chunks": chunks.chunks.waiting}
+    held |= {name: numbers for name, (numbers, _) in observers.numbers().items()}
+    if len(store.keys) == 1:
+        by_head, whole = observers.save(heads)
+        held |= whole | {name: torch.stack(of_heads) for name, of_heads in by_head.items()}
     return held
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import kvfold
 import kvfold.bundled
 from kvfold.cache.fork import fork
-from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW
+from kvfold.cache.state import PER_HEAD, PER_ROW
 from kvfold.cli import app
 from kvfold.eval.run import question_agnostic as agnostic
 from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol, EvaluatedModel
@@ -174,7 +174,9 @@ def contents(cache: kvfold.CompressedCache) -> list[dict[str, list[Tensor]]]:
     found = []
     for layer in cache.states:
         named = {name: [x.clone() for x in parts] for name, parts in layer.stored().named().items()}
-        for name in (*PER_ENTRY, *PER_HEAD, *PER_ROW):
+        for name, (numbers, _) in layer.observers.numbers().items():
+            named[name] = [numbers.clone()]
+        for name in (*PER_HEAD, *PER_ROW):
             if getattr(layer, name) is not None:
                 named[name] = [getattr(layer, name).clone()]
         found.append(named)

@@ -22,6 +22,7 @@ from kvfold import (
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.methods.base import Measured
+from kvfold.observers.stored import OutputNorms
 from tests.helpers.models import FAMILIES, build
 
 GATED = ("qwen3_5",)
@@ -36,7 +37,7 @@ class Reading(Method):
     """A method that reads norms of projected values."""
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(output_norms="l2"), score=sizes)
+        return Stages(needs=Needs(OutputNorms("l2")), score=sizes)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(GATED)))
@@ -89,7 +90,7 @@ def test_a_weight_that_is_not_the_whole_projection_is_refused(change: Any):
 
 
 def test_ranks_refuse_sizes_that_need_the_weights_of_all_heads():
-    stages = Stages(needs=Needs(output_norms="l2"), allocate=Measured(sizes))
+    stages = Stages(needs=Needs(OutputNorms("l2")), allocate=Measured(sizes))
     with pytest.raises(KvfoldError, match="each rank holds some"):
         Ranks(0, 2, 4).joining(stages)
     Ranks().joining(stages)

@@ -15,6 +15,8 @@ from kvfold.methods.compactor import blended
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.chunk_attention import non_causal_scores, standardized
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.observers.chunk_sums import ChunkSumsNeed
+from kvfold.observers.stored import KeysBeforeRope
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     SHAPES,
@@ -40,8 +42,10 @@ def seen(left: int) -> Observation:
     sums = chunk_sums(QUERIES[None, None], KEYS[None, None], torch.arange(T)[None], 4)
     return dataclasses.replace(
         whole,
-        chunk_sums=torch.cat([torch.full((1, 1, left), 9.0), sums], -1),
-        key_positions=whole.positions.clamp(min=0),
+        observed={
+            ChunkSumsNeed: torch.cat([torch.full((1, 1, left), 9.0), sums], -1),
+            KeysBeforeRope: whole.positions.clamp(min=0),
+        },
         rotate=lambda keys, _: keys,
         budget=torch.tensor([4]),
     )

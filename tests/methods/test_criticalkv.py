@@ -14,6 +14,7 @@ import kvfold
 from kvfold.kernels.projected_norms import l1_norms
 from kvfold.methods.criticalkv import in_two_stages
 from kvfold.methods.observation import Observation
+from kvfold.observers.stored import OutputNorms
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     SHAPES,
@@ -40,7 +41,10 @@ def golden(first: float) -> list[int]:
     seen = observed()
     weight = PROJECTION.T[None]
     projected = Observation(
-        seen.keys, seen.values, seen.positions, norms_of_outputs=lambda v: l1_norms(v, weight)
+        seen.keys,
+        seen.values,
+        seen.positions,
+        observed={OutputNorms: lambda v: l1_norms(v, weight)},
     )
     scores = (KEYS @ QUERIES[7] / 2).softmax(0)[None, None]
     none = torch.zeros(1, 1, T, dtype=torch.bool)

@@ -15,6 +15,7 @@ import kvfold
 from kvfold import BudgetError, CompressedCache, KvfoldError, ScorerFileError
 from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
+from kvfold.observers.fitted import HeadNumbers
 from tests.helpers.caches import BATCHES, PADDED, decode, positions, start
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.exactness import against_truth
@@ -250,7 +251,7 @@ def test_a_table_is_clipped(model, tmp_path):
     read = []
     for name in names:
         cache = CompressedCache(model, f"duo:file={tmp_path / name}", 0.5)
-        read.append(torch.stack([state.fitted_heads for state in cache.states]))
+        read.append(torch.stack([state.observers[HeadNumbers].value for state in cache.states]))
     assert torch.equal(*read)
 
 
@@ -275,7 +276,10 @@ def test_a_fitted_file_of_another_model_is_refused(model, tmp_path):
     path = tmp_path / "heads.safetensors"
     fitted = RetrievalScores(scores_of(model))
     write_fitted(path, fitted, model, written_by="", target="duo", texts=0)
-    assert CompressedCache(model, f"duo:file={path}", 0.5).states[0].fitted_heads is not None
+    assert (
+        CompressedCache(model, f"duo:file={path}", 0.5).states[0].observers[HeadNumbers].value
+        is not None
+    )
     with pytest.raises(ScorerFileError, match=r"another model.*--scorer duo"):
         CompressedCache(build("llama", torch.float64, seed=3), f"duo:file={path}", 0.5)
     path.write_bytes(path.read_bytes()[:-4])

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import kvfold
 from kvfold import IllegalComposition, KvfoldError
-from kvfold.attention.call import AttentionCall
 from kvfold.budget import Budget
 from kvfold.cache.fork import fork
 from kvfold.cache.layer import CompressedLayer
@@ -26,6 +25,8 @@ from kvfold.cache.waiting import Waiting
 from kvfold.methods.base import Composition, Measured, parse
 from kvfold.methods.every import Every
 from kvfold.methods.stages.score import redundancy
+from kvfold.observers.call import AttentionCall
+from kvfold.observers.of_layer import Observers
 from tests.helpers.budgets import SMALL, compressed, moves, sums_columns
 from tests.helpers.by_hand import (
     WINDOW,
@@ -117,7 +118,8 @@ def one_layer(spec: str, budget: int) -> CompressedLayer:
     """A single layer without a model."""
     stages = kvfold.parse(spec).stages()
     plan = Plan(stages, Budget.of(budget), 0, 1, 0)
-    return CompressedLayer(LayerState(plan, Phase(), Waiting(), None, None), None)
+    observers = Observers.of(stages.needs, {}, stages.every)
+    return CompressedLayer(LayerState(plan, Phase(), Waiting(), None, None, observers), None)
 
 
 def feed(layer: CompressedLayer, first: int, last: int) -> list[int]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.attention.call import AttentionCall
 from kvfold.cache import layer as module
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.state import LayerState
+from kvfold.observers.call import AttentionCall
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import WINDOW, Head, best, distinct_prompts, h2o, newest, with_window
 from tests.helpers.caches import BATCHES

@@ -20,6 +20,7 @@ from kvfold.methods.expected_attention import (
     expected_attention,
     expected_logits,
 )
+from kvfold.observers.query_moments import QueryMomentsNeed
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import SHAPES, SINKS, Layer, adaptive, assert_prefill, best
 from tests.helpers.caches import PADDED, positions, start
@@ -44,7 +45,10 @@ def with_moments(left: int = 0) -> Observation:
     counted = (torch.arange(T) >= 2)[None]
     moments = query_moments(QUERIES[None, None], counted, covariance=True)
     return dataclasses.replace(
-        observed(left=left), query_moments=moments, rotate=turned, tokens_seen=torch.tensor([T])
+        observed(left=left),
+        observed={QueryMomentsNeed: moments},
+        rotate=turned,
+        tokens_seen=torch.tensor([T]),
     )
 
 
@@ -182,7 +186,8 @@ def test_a_loaded_context_goes_on_by_the_same_moments(tmp_path: Path) -> None:
     loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
     more = continuation(1, 9).clamp(max=len(tokenizer) - 1)
     for mine, other in zip(context.cache.states, loaded.cache.states, strict=True):
-        before, after = mine.query_moments.moments, other.query_moments.moments
+        of_both = (each.observers[QueryMomentsNeed] for each in (mine, other))
+        before, after = (each.moments for each in of_both)
         for name in ("count", "mean", "covariance"):
             assert torch.equal(getattr(before, name), getattr(after, name))
     for cache in (context.cache, loaded.cache):

@@ -19,6 +19,8 @@ from kvfold.bundled import FOLDER
 from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.references import ReferencesNeed
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     HEADS,
@@ -32,11 +34,11 @@ from tests.helpers.kvzip_by_hand import kept_by_score, most_attention
 
 
 def test_kvzip_asks_as_the_released_code_does():
-    how = parse("kvzip:chunk=100").stages().needs.reconstruction
+    how = parse("kvzip:chunk=100").stages().needs.get(ContextReconstruction)
     assert (how.chunk, how.first, how.later, how.previous) == (100, *PROMPTS)
     assert how.first == "\n\nRepeat the previous context exactly."
     assert how.later.endswith("starting with ") and how.previous == 8
-    assert parse("kvzip").stages().needs.reconstruction.chunk == 2000
+    assert parse("kvzip").stages().needs.get(ContextReconstruction).chunk == 2000
 
 
 @pytest.mark.parametrize(
@@ -347,7 +349,7 @@ def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded, enco
     cache = CompressedCache(small, f"kvzip:questions={file}", 10, tokenizer=tokenizer)
     with cache.reading():
         read_on(small, cache, ids, mask, longest)
-        scores = [state.reconstruction_scores for state in cache.states]
+        scores = [state.observers[ContextReconstruction].scores for state in cache.states]
     for row, own in enumerate(rows):
         most = []
         for question in asked:
@@ -373,7 +375,9 @@ def test_match_is_fitted_to_given_questions(tmp_path):
     ids = token_ids(tokenizer, frame.before, text)
     with cache.reading():
         read_on(small, cache, ids, None, ids.shape[1])
-        counts = [each.queries.shape[2] for each in cache.states[0].reference_queries.repeated]
+        counts = [
+            each.queries.shape[2] for each in cache.states[0].observers[ReferencesNeed].repeated
+        ]
     groups = small.config.num_attention_heads // small.config.num_key_value_heads
     asked = [
         token_ids(tokenizer, frame.separator, line, frame.after).shape[1]

@@ -38,6 +38,8 @@ from kvfold.jobs import executor as workers
 from kvfold.methods import registry
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.select.top import top
+from kvfold.observers.last_queries import LastQueries
+from kvfold.observers.stored import PreviousScores
 from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.models import build, prompts
 from tests.helpers.registry import registry_restored
@@ -420,7 +422,7 @@ class Wrong(Method):
 
     def stages(self) -> Stages:
         score = partial(wrong, self.kind)
-        needs = Needs(window=1, only_attention=self.only_attention)
+        needs = Needs(LastQueries(1), only_attention=self.only_attention)
         return Stages(needs=needs, score=score, allocate=uniform, decode=self.decode)
 
 
@@ -476,7 +478,7 @@ class Greedy(Method):
     window: int = 0
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(window=self.window), score=READS[self.read])
+        return Stages(needs=Needs(LastQueries(self.window)), score=READS[self.read])
 
 
 @pytest.mark.parametrize("length", [64, 18])
@@ -619,7 +621,7 @@ class NotesBudget(Method):
     """By position; notes each budget that its score is told."""
 
     def stages(self) -> Stages:
-        needs = Needs(previous_scores=True)
+        needs = Needs(PreviousScores())
         return Stages(needs=needs, score=noted_budget, decode="every", every=8)
 
 

@@ -38,7 +38,7 @@ def turns(spec: str, lengths: tuple[int, ...], move=kept_moved_up) -> tuple[floa
         truth.hide(cache)
         for token in continuation(len(ids), 4, seed=9 + turn).split(1, 1):
             off = max(off, worst(reader(token), truth(token)))
-    return off, float(cache.states[0].moves.max())
+    return off, float(cache.states[0].observers.moves.moves.max())
 
 
 @BATCHES
@@ -98,7 +98,7 @@ def test_merged_entries_are_moved_too() -> None:
     spec = "h2o:decode=append + merge"
     plain, moved = (start(model, each) for each in (spec, f"{spec} + reindex"))
     for one, other in zip(plain.cache.states, moved.cache.states, strict=True):
-        by = other.moves
+        by = other.observers.moves.moves
         assert by.max() > 10
         keys = one.rotation(one.stored().keys, by)
         torch.testing.assert_close(other.stored().keys, keys, atol=CLOSE, rtol=0)
@@ -125,7 +125,7 @@ def test_a_context_file_holds_moved_keys_and_their_moves(tmp_path, spec) -> None
     context.save(tmp_path / "a.kvfold")
     loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
     for one, other in zip(context.cache.states, loaded.cache.states, strict=True):
-        assert torch.equal(one.moves, other.moves)
+        assert torch.equal(one.observers.moves.moves, other.observers.moves.moves)
         assert torch.equal(one.key_positions(), other.key_positions())
     assert loaded.ask(QUESTION, max_new_tokens=8) == context.ask(QUESTION, max_new_tokens=8)
     piece = continuation(1, 20) % 9 + 3

@@ -12,6 +12,7 @@ import torch
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.observers.last_queries import window_of
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import PADDED, WINDOW, ByHand, Head, best, newest
 from tests.helpers.caches import decode, positions, same, start
@@ -112,7 +113,7 @@ def test_a_short_row_of_a_batch_keeps_what_it_keeps_alone(preset):
 
 def test_defaults_are_the_paper_s():
     stages = kvfold.parse("scissorhands").stages()
-    assert (stages.needs.window, stages.forced.recent, stages.every) == (400, 10, 128)
+    assert (window_of(stages.needs), stages.forced.recent, stages.every) == (400, 10, 128)
     assert kvfold.parse("scissorhands_kvcf") == kvfold.parse("scissorhands:rule=sums,recent=0")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kvfold import parse
 from kvfold.methods.base import Across, Measured
+from kvfold.observers.last_queries import window_of
 from tests.helpers.by_hand import (
     ALONE,
     SHAPES,
@@ -65,7 +66,7 @@ def test_simlayerkv_may_keep_the_last_layer(model):
 def test_simlayerkv_asks_the_queries_it_names():
     for when, window in (("last_query", 1), ("first_decode", 1), ("prefill", 5)):
         stages = parse(f"simlayerkv:when={when},n_last=5").stages()
-        assert stages.needs.window == window
+        assert window_of(stages.needs) == window
         assert stages.decode == ("once" if when == "first_decode" else "append")
     seen = observe([40], layer=1)
     sizes = set()

@@ -16,6 +16,7 @@ from kvfold.cache.fork import fork
 from kvfold.contexts.session import Session
 from kvfold.methods.observation import Observation
 from kvfold.methods.sirllm import surprising_then_newest
+from kvfold.observers.surprise import PromptTokens, SurpriseNeed
 from kvfold.policies.method_policy import policy
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
@@ -123,7 +124,9 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(heads, lengths, chunk) -> None:
     whole = read_by_kvfold(SPEC, SMALL, heads, lengths).cache
     pieces = read_by_kvfold(SPEC, SMALL, heads, lengths, chunk).cache
     assert positions(pieces) == positions(whole)
-    torch.testing.assert_close(pieces.phase.surprise.numbers, whole.phase.surprise.numbers)
+    torch.testing.assert_close(
+        pieces.phase.logs[SurpriseNeed].known.numbers, whole.phase.logs[SurpriseNeed].known.numbers
+    )
 
 
 def test_the_selection_on_given_numbers() -> None:
@@ -137,7 +140,7 @@ def test_the_selection_on_given_numbers() -> None:
             scores[..., None],
             at,
             tokens_seen=torch.tensor([12]),
-            prompt_tokens=torch.tensor([prompt]),
+            observed={PromptTokens: torch.tensor([prompt])},
         )
         slots = surprising_then_newest(seen, scores, forced, at, counts, recent=0.5)
         assert slots[0, 0].tolist() == sorted([0, 1, 2, 3, *expected])
@@ -215,7 +218,7 @@ def test_drafts_that_are_taken_back_change_nothing(model) -> None:
         drafted.cache.crop(-3)
     for token in tokens[:, :3].split(1, 1):
         straight(token)
-    found = [one.cache.phase.surprise.numbers for one in (drafted, straight)]
+    found = [one.cache.phase.logs[SurpriseNeed].known.numbers for one in (drafted, straight)]
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
     assert len(turns_of(drafted)) == len(turns_of(straight))
     assert positions(drafted.cache) == positions(straight.cache)
@@ -224,18 +227,18 @@ def test_drafts_that_are_taken_back_change_nothing(model) -> None:
 def test_a_fork_reads_no_logits(model) -> None:
     cache = start(model, SPEC).cache
     reader = fork(cache)
-    assert reader.phase.surprise is None and not reader.reads_logits
+    assert not reader.phase.logs and not reader.reads_logits
     with torch.no_grad():
         model(continuation(1, 9), past_key_values=reader)
-    assert len(cache.phase.surprise) == 64
+    assert len(cache.phase.logs[SurpriseNeed].known) == 64
 
 
 def test_an_edit_moves_the_numbers(model) -> None:
     cache = start(model, SPEC, budget=60).cache
-    before = cache.phase.surprise.numbers.clone()
+    before = cache.phase.logs[SurpriseNeed].known.numbers.clone()
     cache.drop((10, 17))
     expected = torch.cat([before[:, :10], before[:, 17:]], 1)
-    assert torch.equal(cache.phase.surprise.numbers, expected)
+    assert torch.equal(cache.phase.logs[SurpriseNeed].known.numbers, expected)
     with pytest.raises(KvfoldError, match="read apart"):
         cache.replace((10, 17), torch.ones(1, 2).long())
 
@@ -248,7 +251,7 @@ def test_chats_and_sessions_go_on() -> None:
     session = Session(context)
     for _ in range(6):
         session.ask(QUESTION, max_new_tokens=4)
-    assert len(session.cache.phase.surprise) == session.cache.get_seq_length()
+    assert len(session.cache.phase.logs[SurpriseNeed].known) == session.cache.get_seq_length()
 
 
 # --- logits --------------------------------------------------------------------------------------
@@ -279,7 +282,7 @@ def test_a_forward_that_failed_leaves_no_choice_of_logits(model) -> None:
 def test_others_read_no_logits(model) -> None:
     cache = start(model, "snapkv:window=8").cache
     assert not cache.reads_logits
-    assert cache.phase.surprise is None and cache.phase.incoming is None
+    assert not cache.phase.logs and cache.phase.incoming is None
 
 
 def test_what_gives_no_logits_is_refused(model) -> None:

@@ -20,6 +20,7 @@ from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import query_moments
 from kvfold.methods.stages.score.distant_queries import Centres, distant_logits, standardized
 from kvfold.methods.triattention import TriAttention, at_later_distances
+from kvfold.observers.query_moments import QueryMomentsNeed
 from kvfold.policies.method_policy import policy
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import PADDED, ByHand, Head, Layer, best, model_with
@@ -45,7 +46,7 @@ def with_centre(left: int = 0) -> Observation:
     return dataclasses.replace(
         seen,
         keys=turned(seen.keys, seen.positions[:, 0].clamp(min=0)),
-        query_moments=query_moments(QUERIES[None, None], None, False, pairs),
+        observed={QueryMomentsNeed: query_moments(QUERIES[None, None], None, False, pairs)},
         rotate=turned,
         tokens_seen=torch.tensor([T]),
     )

@@ -17,7 +17,9 @@ import kvfold
 from kvfold import BudgetError, CompressedCache, KvfoldError
 from kvfold.bundled import FOLDER
 from kvfold.methods.base import Method, Stages
-from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.observation import Observation
+from kvfold.observers.base import Needs
+from kvfold.observers.stored import TokenIds
 from kvfold.policies import Kept, Policy, Prefill, Rope, policy
 from tests.helpers.budgets import METHODS, SMALL, encodes, merges, reads_logits
 from tests.helpers.engine import least, recorded
@@ -214,12 +216,11 @@ class LateIds(Method):
     """An own method, not registered: keeps the entries of the highest token ids."""
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(token_ids=True), score=_ids, decode="once")
+        return Stages(needs=Needs(TokenIds()), score=_ids, decode="once")
 
 
 def _ids(observation: Observation) -> Tensor:
-    assert observation.token_ids is not None
-    return observation.token_ids.float()
+    return observation[TokenIds].float()
 
 
 def test_an_own_method_is_a_policy() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 import kvfold
 from kvfold import CompressedCache, KvfoldError
 from kvfold.kernels.full_precision import full_precision
+from kvfold.observers.reconstruction import ContextReconstruction
 from tests.helpers.budgets import EVICTING, NAMED, SMALL, compressed, moves, needs_driver
 from tests.helpers.caches import ALONE, BATCHES, GREEDY, PADDED, positions
 from tests.helpers.exactness import against_truth, assert_as_stock
@@ -57,7 +58,7 @@ def answered(spec: str, model: torch.nn.Module) -> tuple[list[Tensor], Compresse
 
 @pytest.mark.parametrize("spec", [*NAMED, *COMPOSED])
 def test_no_method_computes_in_16_bits(spec):
-    if kvfold.parse(spec).stages().needs.reconstruction is not None:
+    if kvfold.parse(spec).stages().needs.get(ContextReconstruction) is not None:
         pytest.skip("needs a tokenizer: below")
     model = build("llama", torch.float64)
     expected, outside = answered(spec, model)
@@ -71,7 +72,7 @@ def test_no_method_computes_in_16_bits(spec):
 @pytest.mark.parametrize("of_model", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [*NAMED, *COMPOSED])
 def test_every_method_answers(spec, of_model, dtype):
-    if kvfold.parse(spec).stages().needs.reconstruction is not None:
+    if kvfold.parse(spec).stages().needs.get(ContextReconstruction) is not None:
         pytest.skip("needs a tokenizer: below")
     model = build("llama", of_model)
     if spec.startswith("pyramidinfer") and dtype != of_model != torch.float32:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvfold import KvfoldError, parse
 from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.observers.last_queries import window_of
 from kvfold.store.encoding import Encode
 from kvfold.store.paired import Pairing
 from kvfold.store.per_token import Quantizing
@@ -113,7 +114,7 @@ def test_a_method_names_how_entries_are_stored(spec, encode, window):
     stages = parse(spec).stages()
     assert stages.encode == encode
     assert isinstance(stages.encode, Encode)
-    assert stages.needs.window == window
+    assert window_of(stages.needs) == window
     assert stages.score is None
     assert not parse(spec).takes_budget
 

@@ -7,7 +7,7 @@ State of an unfinished prefill (the query window) is not saved: such a cache is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,35 +15,18 @@ from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_trial import EntryShape
-from kvfold.cache.sequence import LogicalSequence
-from kvfold.cache.state import (
-    KEPT_NUMBERS,
-    OF_PREFILLS,
-    PER_ENTRY,
-    PER_HEAD,
-    PER_ROW,
-    LayerState,
-)
+from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
 from kvfold.contexts.files.header import LayerHeader
-from kvfold.kernels.query_moments import QueryMoments
 from kvfold.kernels.views import Named
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
+from kvfold.store.sequence import LogicalSequence
 
-# Tensors beside the store that are saved head by head, and whole.
-BY_HEAD, WHOLE = (*PER_ENTRY, *PER_HEAD), PER_ROW
 # Numbers that are saved and loaded under their own names.
 NUMBERS = ("evicted_at", "surplus", "over_budget", "turn_end", "next_round")
 ERRORS = ("error", "refit")  # what was measured of the entries
-# Queries of an answer that the next eviction's window reaches back to, and their columns.
-WINDOW, WINDOW_COLUMNS = "window_queries", "window_columns"
-# Moments of the prompt's queries that later evictions read, and the number of queries.
-MOMENTS = {"mean": "query_means", "covariance": "query_covariances", "moduli": "query_moduli"}
-COUNT = "query_count"
-# −ln p of the tokens read, and the logits for the token to come; in the file of the first layer.
-SURPRISE, SURPRISE_LOGITS = "surprise", "surprise_logits"
 
 
 @dataclass(frozen=True)
@@ -66,19 +49,18 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     if state.reindexed is not None:
         # Moved sinks are saved unmoved: how far they move depends on the tokens to come.
         by_head["keys"] = list(state.keys_as_given()[0])
-    tensors = {name: getattr(state, name) for name in (*BY_HEAD, *WHOLE)}
+    tensors = {name: getattr(state, name) for name in (*PER_HEAD, *PER_ROW)}
     by_head |= {name: list(tensors[name][0]) for name in PER_HEAD if tensors[name] is not None}
-    for name in PER_ENTRY:
-        if tensors[name] is not None:
-            by_head[name] = _without_padding(state, tensors[name][0])
-    whole = {name: tensors[name] for name in WHOLE if tensors[name] is not None}
+    for name, (numbers, _) in state.observers.numbers().items():
+        by_head[name] = _without_padding(state, numbers[0])
+    whole = {name: tensors[name] for name in PER_ROW if tensors[name] is not None}
     if state.sequence.valid is not None:
         whole["valid"] = state.sequence.valid
-    if state.answer_window.parts:
-        queries, whole[WINDOW_COLUMNS] = state.answer_window.joined()
-        by_head[WINDOW] = list(queries[0].unflatten(0, (store.keys.shape[1], -1)))
-    _describe_moments(state, by_head, whole)
-    whole |= _surprise(state)
+    of_heads, of_layer = state.observers.save(store.keys.shape[1])
+    by_head |= of_heads
+    whole |= of_layer
+    for log in state.phase.logs.values() if state.plan.layer == 0 else ():
+        whole |= log.save()  # what all layers share, in the first one
     new, first_new = store.new
     header = LayerHeader(
         index=index,
@@ -100,19 +82,20 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
 def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     """Sets a fresh layer to a saved state; tensors are copied."""
     state, header, by_head = layer.state, saved.header, dict(saved.by_head)
-    tensors = {name: by_head.pop(name) for name in BY_HEAD if name in by_head}
-    if WINDOW in by_head:
-        queries = torch.stack(by_head.pop(WINDOW)).flatten(0, 1)[None]
-        state.answer_window.add(queries, saved.whole[WINDOW_COLUMNS].clone())
-    _restore_moments(state, by_head, saved.whole)
-    _restore_surprise(state, saved.whole)
+    numbers = {name: by_head.pop(name) for name in state.observers.empties if name in by_head}
+    tensors = {name: by_head.pop(name) for name in PER_HEAD if name in by_head}
+    state.observers.load(by_head, saved.whole)
+    for log in state.phase.logs.values() if state.plan.layer == 0 else ():
+        log.load(saved.whole)
     state.store = _store(state, header, by_head)
     layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True
+    for name, of_heads in numbers.items():
+        empty = state.observers.empties[name]
+        state.observers.set_numbers(name, _stacked(of_heads, empty)[None])
     for name, of_heads in tensors.items():
-        empty = (KEPT_NUMBERS | OF_PREFILLS).get(name, 0)
-        setattr(state, name, _stacked(of_heads, empty)[None])
-    for name in WHOLE:
+        setattr(state, name, torch.stack(of_heads)[None])
+    for name in PER_ROW:
         setattr(state, name, saved.whole[name].clone() if name in saved.whole else None)
     valid = saved.whole.get("valid")
     state.sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
@@ -175,51 +158,10 @@ def _without_padding(state: LayerState, numbers: Tensor) -> list[Tensor]:
 
 
 def _stacked(of_heads: list[Tensor], empty: float) -> Tensor:
-    """Tensors of heads, `[H, …]`; shorter ones are filled up with `empty` on the left."""
-    if of_heads[0].dim() == 0:
-        return torch.stack(of_heads)
+    """Numbers of heads, `[H, T]`; shorter ones are filled up with `empty` on the left."""
     longest = max(len(of_head) for of_head in of_heads)
     padded = [F.pad(each, (longest - len(each), 0), value=empty) for each in of_heads]
     return torch.stack(padded)
-
-
-def _describe_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]) -> None:
-    """Adds the moments of queries to the tensors of a file, KV head by KV head."""
-    moments, heads = state.query_moments.moments, state.stored().keys.shape[1]
-    if moments is None:
-        return
-    whole[COUNT] = moments.count
-    for field, name in MOMENTS.items():
-        moment = getattr(moments, field)
-        if moment is not None:
-            by_head[name] = list(moment[0].unflatten(0, (heads, -1)))
-
-
-def _restore_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]) -> None:
-    """Takes the moments of queries out of `by_head`."""
-    found = {
-        field: torch.stack(by_head.pop(name)).flatten(0, 1)[None]
-        for field, name in MOMENTS.items()
-        if name in by_head
-    }
-    if found:
-        state.query_moments.restore(QueryMoments(whole[COUNT].clone(), **found))
-
-
-def _surprise(state: LayerState) -> dict[str, Tensor]:
-    """Tensors of the surprise, which all layers share, in the first one."""
-    surprise = state.phase.surprise
-    if surprise is None or state.plan.layer > 0:
-        return {}
-    held = {SURPRISE: surprise.numbers, SURPRISE_LOGITS: surprise.logits}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
-
-
-def _restore_surprise(state: LayerState, whole: dict[str, Tensor]) -> None:
-    if SURPRISE in whole and state.phase.surprise is not None:
-        numbers, logits = whole[SURPRISE].clone(), whole.get(SURPRISE_LOGITS)
-        logits = None if logits is None else logits.clone()
-        state.phase.surprise = replace(state.phase.surprise, numbers=numbers, logits=logits)
 
 
 def _store(state: LayerState, header: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:

@@ -53,8 +53,10 @@ def _sources(method: Method) -> list[str]:
 def _bundled(stages: Stages) -> list[str]:
     """Paths of the bundled model's files that the stages read."""
     parts = stages.allocate.parts if isinstance(stages.allocate, Across) else None
-    needs = (stages.needs.scorer, stages.needs.fitted_heads, parts)
-    fitted = [need for need in needs if isinstance(need, FittedFile) and need.file == NO_FILE]
+    files = [getattr(need, "file", None) for need in stages.needs.by_kind.values()]
+    fitted = [
+        need for need in (*files, parts) if isinstance(need, FittedFile) and need.file == NO_FILE
+    ]
     return [str(FOLDER / need.kind.bundled) for need in fitted]
 
 

@@ -27,6 +27,8 @@ from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
 from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Stages
+from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.surprise import SurpriseNeed
 
 GRAPHS = 64  # most graphs of one model, before torch.compile refuses more
 # New tokens that `generate` produces by default
@@ -218,9 +220,9 @@ def _step_of(stages: Stages) -> str | None:
         return f"evicts many entries at once after every {stages.every} tokens"
     if stages.decode == "once":
         return "may still compress the prompt at every step"
-    if stages.needs.surprise is not None:
+    if SurpriseNeed in stages.needs:
         return "reads the logits of each token at every step"
-    adding = stages.needs.column_sums or stages.needs.column_squares
+    adding = ColumnSums in stages.needs
     return "adds up attention at every step" if adding else None
 
 

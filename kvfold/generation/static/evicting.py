@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.state import KEPT_NUMBERS, alive
+from kvfold.cache.state import alive
 from kvfold.generation.static.layer import StaticBuffers
 from kvfold.kernels.gather import as_added, pick, take
 from kvfold.kernels.logits import LogitOptions
@@ -16,6 +16,7 @@ from kvfold.kernels.single_query import attend_with_row, mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Leaving
 from kvfold.methods.stages.select.choose import leaving_beside, staying
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
 
@@ -26,8 +27,7 @@ class StaticEvicting(StaticBuffers):
     `positions [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
     each row, `running [B]` is false where it has ended, `capacity [B]` what it holds, None where
     nothing ever leaves. `ends [2]` are how many of the first and of the last entries stay, None
-    where that differs. `sums`, `squares` and `merging` are those of the layer, `numbers` its
-    `KEPT_NUMBERS`.
+    where that differs. `merging` is that of the layer, `numbers` are its observers'.
     """
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
@@ -45,16 +45,13 @@ class StaticEvicting(StaticBuffers):
         ends = state.forced_ends()
         self.ends = None if ends is None else torch.tensor(ends, device=self.used.device)
         self.positions = self._widened(state.positions().int(), -1)
-        self.sums, self.squares = (
-            None if observed is None else self._widened(observed, 0)
-            for observed in (state.sums, state.squares)
-        )
-        state.sums = state.squares = None  # until they are handed back
-        self.numbers = {
-            name: self._widened(numbers, empty)
-            for name, empty in KEPT_NUMBERS.items()
-            if (numbers := getattr(state, name)) is not None
-        }
+        self.empties, self.numbers = state.observers.empties, dict[str, Tensor]()
+        for name, (numbers, empty) in state.observers.numbers().items():
+            self.numbers[name] = self._widened(numbers, empty)
+            state.observers.set_numbers(name, None)  # until they are handed back
+        self.sums, self.squares = self.numbers.get("sums"), self.numbers.get("squares")
+        sums = {ColumnSums: self.sums, ColumnSquares: self.squares}
+        self._observed = {kind: held for kind, held in sums.items() if held is not None}
         self.merging = state.merging
         if state.plan.stages.merge_one is not None:
             # NaN stands for a head of which nothing has left yet.
@@ -97,8 +94,7 @@ class StaticEvicting(StaticBuffers):
                 self.positions,
                 query,
                 attention=row,
-                column_sums=self.sums,
-                column_squares=self.squares,
+                observed=self._observed,
                 tokens_seen=self.tokens,
                 budget=self.capacity,
                 layer=self.plan.layer,
@@ -161,9 +157,8 @@ class StaticEvicting(StaticBuffers):
         kept = slots.shape[2]
         for entries in (self.keys, self.values):
             entries[:, :, :kept] = take(entries, slots)
-        numbers = [(of_entries, KEPT_NUMBERS[name]) for name, of_entries in self.numbers.items()]
-        sums = [(self.sums, 0), (self.squares, 0)]
-        beside = [(self.positions, -1), (self.bias, 0), *sums, *numbers]
+        numbers = [(of_entries, self.empties[name]) for name, of_entries in self.numbers.items()]
+        beside = [(self.positions, -1), (self.bias, 0), *numbers]
         for per_entry, empty in beside:
             if per_entry is not None:
                 per_entry[:, :, :kept] = pick(per_entry, slots, empty)
@@ -190,10 +185,8 @@ class StaticEvicting(StaticBuffers):
         state.store = store
         merged = self.merging is not None and not bool(self.merging.isnan().all())
         state.merging = self.merging if merged else None
-        for name, per_entry in (("sums", self.sums), ("squares", self.squares)):
-            setattr(state, name, None if per_entry is None else pick(per_entry, slots, 0))
         for name, numbers in self.numbers.items():
-            setattr(state, name, pick(numbers, slots, KEPT_NUMBERS[name]))
+            state.observers.set_numbers(name, pick(numbers, slots, self.empties[name]))
         if self.capacity is None or not new:
             return
         state.rounds += new
@@ -203,4 +196,4 @@ class StaticEvicting(StaticBuffers):
         if evicted:
             state.note_eviction()
         elif self.sums is not None:
-            state.evicted_at = state.seen
+            state.stay()

@@ -10,11 +10,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
 from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticLayer
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.ragged import attend_to_segments
+from kvfold.observers.call import AttentionCall
 from kvfold.store.ragged import RaggedStore
 
 # CUDA graphs cannot replay an operation with side effects; older versions of torch lack the tag.

@@ -7,6 +7,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kvfold.errors import IllegalComposition
+from kvfold.observers.last_queries import window_of
+from kvfold.observers.query_moments import QueryMomentsNeed
 
 if TYPE_CHECKING:
     from kvfold.methods.base import Stages
@@ -74,8 +76,10 @@ def rounds_hold(stages: Stages) -> bool:
     if stages.decode != "every" or stages.every > 1:
         return False
     needs, as_if_held = stages.needs, stages.prompt == "counted" and not stages.agree
-    others = stages.heads, stages.select, stages.encode, stages.refit, needs.query_moments
-    return as_if_held and stages.positions != "consecutive" and not (needs.window or any(others))
+    others = stages.heads, stages.select, stages.encode, stages.refit, needs.get(QueryMomentsNeed)
+    return (
+        as_if_held and stages.positions != "consecutive" and not (window_of(needs) or any(others))
+    )
 
 
 def replaced_rounds(brought: list[Stages]) -> list[Stages]:
@@ -92,10 +96,10 @@ def replaced_rounds(brought: list[Stages]) -> list[Stages]:
 
 def _check_observed(stages: Stages) -> None:
     """Raises IllegalComposition for stages that read what is not there when they run."""
-    if stages.decode == "once" and stages.needs.window > 1:
+    if stages.decode == "once" and window_of(stages.needs) > 1:
         raise IllegalComposition(
             "compression at the first generated token sees the query of that token alone, and "
-            f"{stages.needs.window} queries are needed: choose a method that compresses at the "
+            f"{window_of(stages.needs)} queries are needed: choose a method that compresses at the "
             "prompt's end, such as simlayerkv:when=last_query"
         )
     if stages.decode == "every" and stages.runs_own_forwards:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.cache.state import PER_HEAD
 from kvfold.contexts.files.coding import decoded
 from kvfold.contexts.files.format import ContextFile, has_bias
 from kvfold.contexts.files.header import LayerHeader
-from kvfold.contexts.files.layers import BY_HEAD, MOMENTS, WINDOW
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
 from kvfold.methods.base import parse
+from kvfold.observers.of_layer import names_beside
 from kvfold.serve.vllm.equalize import EntryCounts, voted, votes
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.store.dense import DenseStore
@@ -35,7 +36,7 @@ PLAIN = {
     },
 }  # fmt: skip
 # Tensors beside a store, which later evictions read and vLLM does not.
-BESIDE = {*BY_HEAD, *MOMENTS.values(), WINDOW}
+BESIDE = {*PER_HEAD, *names_beside()}
 
 
 @dataclass(frozen=True)

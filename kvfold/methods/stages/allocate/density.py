@@ -14,6 +14,7 @@ from kvfold.errors import BudgetError
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.layers import named_layers
 from kvfold.methods.stages.allocate.rounding import ROUNDING, UNLIMITED, largest_remainder
+from kvfold.observers.column_sums import ColumnSums
 
 Norm = Literal["across_layers", "official", "none"]
 Shape = Literal["softmax", "uniform", "reciprocal", "exponential"]
@@ -26,9 +27,8 @@ def column_variance(observation: Observation) -> Tensor:
 
     Dense attention has a low variance; a single entry has 0. D2O, arXiv 2406.13035, equation 4.
     """
-    assert observation.column_sums is not None
     real = observation.positions >= 0
-    sums = observation.column_sums.double().masked_fill(~real, 0.0)
+    sums = observation[ColumnSums].double().masked_fill(~real, 0.0)
     count = real.sum(-1, keepdim=True)
     mean = sums.sum(-1, keepdim=True) / count.clamp(min=1)
     squares = (sums - mean).masked_fill(~real, 0.0).square().sum(-1)

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.fitted import Fitted
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
+from kvfold.observers.fitted import HeadNumbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,7 @@ class RetrievalScores(Fitted):
 
 def retrieval_scores(observation: Observation) -> Tensor:
     """Scores `[B, H]` of a layer's KV heads, the same in all rows."""
-    scores = observation.fitted_heads
-    if scores is None:
-        raise KvfoldError("scores of heads are for methods with Needs(fitted_heads=…)")
-    return scores.to(observation.keys.device).expand(len(observation.keys), -1)
+    return observation[HeadNumbers].to(observation.keys.device).expand(len(observation.keys), -1)
 
 
 def above(

@@ -27,12 +27,13 @@ from kvfold.kernels.partial_attention import (
     largest_logits,
     part_logits,
 )
-from kvfold.methods.stages.refit.base import Compaction, Refitted, RowReferences
+from kvfold.methods.stages.refit.base import Compaction, Refitted
 from kvfold.methods.stages.refit.least_squares import (
     largest_eigenvalue,
     nonnegative,
     ridge_towards,
 )
+from kvfold.observers.references import RowReferences
 
 Target = Literal["whole", "block"]
 BiasPer = Literal["entry", "head", "none"]

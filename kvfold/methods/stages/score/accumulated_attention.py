@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
+from kvfold.observers.column_sums import ColumnSums
 
 
 def accumulated_attention(observation: Observation, per_visible_query: bool) -> Tensor:
     """Column sums `[B, H, T]`, or with `per_visible_query` means over the queries that saw it."""
-    assert observation.column_sums is not None
     if not per_visible_query:
-        return observation.column_sums
+        return observation[ColumnSums]
     newest = observation.positions.amax(-1, keepdim=True)
     visible = torch.where(observation.positions < 0, 1, newest - observation.positions + 1)
-    return observation.column_sums / visible
+    return observation[ColumnSums] / visible

@@ -8,9 +8,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import pool
+from kvfold.observers.chunk_sums import ChunkSumsNeed
 
 
 def non_causal_scores(observation: Observation, among: Tensor | None = None) -> Tensor:
@@ -19,16 +19,14 @@ def non_causal_scores(observation: Observation, among: Tensor | None = None) -> 
     Only entries that `among [B, H, T]` marks take part, None for all; the others score 0. Raises
     KvfoldError for a method that does not need sums inside chunks.
     """
-    if observation.chunk_sums is None:
-        raise KvfoldError("attention inside chunks is for methods with Needs(chunk_sums=...)")
     if among is not None:
-        sums = observation.chunk_sums.masked_fill(~among, 0)
-        inner = dataclasses.replace(observation, chunk_sums=sums)
+        sums = observation[ChunkSumsNeed].masked_fill(~among, 0)
+        observed = {**observation.observed, ChunkSumsNeed: sums}
+        inner = dataclasses.replace(observation, observed=observed)
         return non_causal_scores(inner).masked_fill(~among, 0)
     observation, order = observation.padding_first()
-    assert observation.chunk_sums is not None
     sizes = observation.values.float().norm(dim=-1)
-    scores = pool(observation.chunk_sums * sizes, 3, "avg", observation.positions < 0)
+    scores = pool(observation[ChunkSumsNeed] * sizes, 3, "avg", observation.positions < 0)
     scores = scores.masked_fill(observation.positions < 0, 0)
     return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
 

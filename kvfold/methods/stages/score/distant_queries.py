@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import QueryMoments
 from kvfold.methods.fitted import Fitted
+from kvfold.observers.query_moments import QueryMomentsNeed
 
 if TYPE_CHECKING:
     from kvfold.methods.observation import Observation
@@ -44,8 +45,9 @@ def distant_logits(observation: Observation, farthest: int, over: Over) -> Tenso
     last token. What the mean leaves of the length of each rotary pair, times the length of the
     key's pair, is added. The mean over distances takes one product per key.
     """
-    moments, rotate, seen = observation.query_moments, observation.rotate, observation.tokens_seen
-    assert moments is not None and moments.moduli is not None
+    moments = observation[QueryMomentsNeed]
+    rotate, seen = observation.rotate, observation.tokens_seen
+    assert moments.moduli is not None
     assert rotate is not None and seen is not None
     keys, heads = observation.keys.float(), observation.keys.shape[1]
     distances = 2 ** torch.arange(farthest.bit_length(), device=keys.device)

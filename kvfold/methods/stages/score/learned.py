@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.methods.fitted import Fitted, LayerScores
+from kvfold.methods.fitted import Fitted
 
 if TYPE_CHECKING:
     from kvfold.methods.observation import Observation
@@ -99,22 +99,6 @@ class LayerScorer:
 
     def __deepcopy__(self, memo: Any) -> LayerScorer:
         return self
-
-
-@dataclass(eq=False)
-class ScoredOnce:
-    """A scorer that keeps its last scores, as sizes across layers and the choice ask for them."""
-
-    scorer: LayerScores
-    keys: Tensor | None = None  # of the last scores
-    scores: Tensor | None = None
-
-    def __call__(self, observation: Observation) -> Tensor:
-        """Scores `[B, H, T]`, float32, of an observation's entries."""
-        if self.scores is None or self.keys is not observation.keys:
-            self.keys = observation.keys
-            self.scores = self.scorer.of(observation)
-        return self.scores
 
 
 def learned(observation: Observation) -> Tensor:

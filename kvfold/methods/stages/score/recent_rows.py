@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
+from kvfold.observers.stored import PreviousScores
 
 BLOCK = 32  # queries whose attention rows exist at once
 
@@ -28,8 +29,7 @@ def seldom_below_average(observation: Observation, window: int) -> Tensor:
 
 def lasting_attention(observation: Observation, window: int, decay: float) -> Tensor:
     """Attention of the last queries `[B, H, T]`, summed, and `decay` times the last scores."""
-    assert observation.previous_scores is not None
-    scores = decay * observation.previous_scores.float()
+    scores = decay * observation[PreviousScores].float()
     for rows, _ in _blocks(observation, window):
         scores += rows.sum(3).float().mean(2)
     return scores

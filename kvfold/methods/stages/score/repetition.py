@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
+from kvfold.observers.reconstruction import ContextReconstruction
 
 # Asks for the first part; for a later one, before the last tokens of the preceding part.
 PROMPTS = (
@@ -23,5 +24,4 @@ INSTRUCTION = (
 
 def most_attention(observation: Observation) -> Tensor:
     """Maximum attention `[B, H, T]` that each entry received during the reconstruction."""
-    assert observation.reconstruction_scores is not None
-    return observation.reconstruction_scores
+    return observation[ContextReconstruction]

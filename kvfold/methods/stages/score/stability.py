@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.top import highest
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 
 
 def low_mean_unless_unstable(
@@ -20,13 +21,12 @@ def low_mean_unless_unstable(
 
     Source: Ren and Zhu, section 3 (arXiv 2402.06262); DRSY/EasyKV `easykv/easykv.py`.
     """
-    assert observation.column_sums is not None and observation.column_squares is not None
     assert observation.tokens_seen is not None and observation.budget is not None
     stored = observation.positions >= 0
     queries = torch.where(stored, observation.tokens_seen.view(-1, 1, 1) - observation.positions, 1)
-    mean = observation.column_sums / queries
+    mean = observation[ColumnSums] / queries
     # Rounding may make the variance of constant attention negative.
-    deviation = (observation.column_squares / queries - mean.square()).clamp(min=0).sqrt()
+    deviation = (observation[ColumnSquares] / queries - mean.square()).clamp(min=0).sqrt()
     age = stored.flip(-1).cumsum(-1).flip(-1)
     # No deviation of attention exceeds 1/2.
     deviation = torch.where(age <= protect_recent, 1.0 + protect_recent - age, deviation)

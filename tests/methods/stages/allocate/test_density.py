@@ -18,6 +18,7 @@ from kvfold.methods.stages.allocate.density import (
     densities,
 )
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
+from kvfold.observers.column_sums import ColumnSums
 
 EXACT = ["softmax", "uniform", "reciprocal"]
 NORMS = ["across_layers", "official", "none"]
@@ -34,7 +35,7 @@ def observed(sums):
         [[[-1 if x is None else 5 + i for i, x in enumerate(r)]] for r in rows]
     )
     keys = torch.zeros(len(rows), 2, stored, 4)
-    return Observation(keys, keys, positions.expand(-1, 2, -1), column_sums=values)
+    return Observation(keys, keys, positions.expand(-1, 2, -1), observed={ColumnSums: values})
 
 
 def counts_of(statistics, budget, seen, **options):

@@ -15,6 +15,7 @@ from kvfold.methods.stages.merge import value_spread as spread
 from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.merge.most_similar import evicted_slots, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values
+from kvfold.observers.column_sums import ColumnSums
 from tests.helpers.evictions import (
     CLOSE,
     assert_rows_are_their_own,
@@ -330,7 +331,7 @@ def test_options_reach_the_merging():
 def test_merging_is_composed_with_a_method_that_evicts():
     assert parse("knorm + merge:rule=d2o").stages().merge is merge_similar
     assert parse("knorm + merge:rule=cam").stages().merge is spread_values
-    assert parse("knorm + cam").stages().needs.column_sums
+    assert parse("knorm + cam").stages().needs.get(ColumnSums) is not None
     with pytest.raises(IllegalComposition, match="compose it with a method that does"):
         parse("merge").stages()
     with pytest.raises(IllegalComposition, match="merge stage"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.leverage import _factor, leverage_scores
+from kvfold.observers.stored import KeysBeforeRope
 from tests.helpers.observations import observed
 
 GOLDEN = [0.499072, 0.374258, 0.373929, 0.498746, 0.498416, 0.498909, 0.373604, 0.865843]
@@ -18,7 +19,9 @@ GOLDEN = [0.499072, 0.374258, 0.373929, 0.498746, 0.498416, 0.498909, 0.373604, 
 
 def unturned(seen: Observation) -> Observation:
     """The same with keys that RoPE leaves as they are."""
-    return dataclasses.replace(seen, key_positions=seen.positions, rotate=lambda keys, _: keys)
+    return dataclasses.replace(
+        seen, observed={KeysBeforeRope: seen.positions}, rotate=lambda keys, _: keys
+    )
 
 
 def of(keys: Tensor, lengths: list[int], seed: int = 0) -> Observation:

@@ -6,6 +6,7 @@ import dataclasses
 import torch
 
 from kvfold.methods.stages.score.position import recency, uniform_noise
+from kvfold.observers.column_sums import ColumnSums
 from tests.helpers.observations import alone, observe
 
 
@@ -32,7 +33,7 @@ def test_the_noise_of_a_padded_row_is_its_own():
 
 
 def test_padding_goes_first_and_takes_everything_along():
-    seen = observe([6, 6], column_sums=torch.rand(2, 2, 6))
+    seen = observe([6, 6], observed={ColumnSums: torch.rand(2, 2, 6)})
     gap = torch.tensor([0, 1, -1, -1, 2, 3]).expand(2, 2, 6)
     moved, order = dataclasses.replace(seen, positions=gap).padding_first()
     assert order[0, 0].tolist() == [2, 3, 0, 1, 4, 5]

@@ -11,6 +11,7 @@ import torch
 from kvfold import Observation
 from kvfold.methods.stages.score import recent_rows as module
 from kvfold.methods.stages.score.recent_rows import lasting_attention, seldom_below_average
+from kvfold.observers.stored import PreviousScores
 from tests.helpers.observations import mean_of_groups, naive_rows, observe
 
 ROWS = torch.tensor(
@@ -28,14 +29,14 @@ def with_rows() -> Observation:
     places, at = torch.arange(6)[None, None], torch.full((1, 3), 5)
     logits = ROWS.clamp(min=1e-30).log()[None, None]
     old = torch.zeros(1, 1, 6)
-    return Observation(unit, unit, places, logits, at, scale=1.0, previous_scores=old)
+    return Observation(unit, unit, places, logits, at, scale=1.0, observed={PreviousScores: old})
 
 
 def test_sums_and_decay_of_the_released_code():
     recent = torch.tensor([0.15, 0.25, 0.6, 0.4, 0.4, 0.2])
     seen = with_rows()
     torch.testing.assert_close(lasting_attention(seen, 2, 0.5)[0, 0], recent)
-    before = dataclasses.replace(seen, previous_scores=ROWS[:1][None])
+    before = dataclasses.replace(seen, observed={PreviousScores: ROWS[:1][None]})
     expected = torch.tensor([0.35, 0.4, 0.7, 0.45, 0.4, 0.2])
     torch.testing.assert_close(lasting_attention(before, 2, 0.5)[0, 0], expected)
 

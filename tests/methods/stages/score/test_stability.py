@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
 from kvfold.methods.stages.select.top import top
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from tests.helpers.observations import alone, mean_of_groups, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
@@ -24,8 +25,7 @@ def attended(rows, positions, seen, budget):
         keys,
         keys,
         positions[None],
-        column_sums=rows.sum(1)[None],
-        column_squares=rows.square().sum(1)[None],
+        observed={ColumnSums: rows.sum(1)[None], ColumnSquares: rows.square().sum(1)[None]},
         tokens_seen=torch.tensor([seen]),
         budget=torch.tensor([budget]),
     )
@@ -90,8 +90,7 @@ def moments_of(lengths, groups, budgets):
         squares[row, :, -length:] = attention.square().sum(1)
     seen = dataclasses.replace(
         seen,
-        column_sums=sums,
-        column_squares=squares,
+        observed={ColumnSums: sums, ColumnSquares: squares},
         tokens_seen=torch.tensor(lengths),
         budget=torch.tensor(budgets),
     )
@@ -172,8 +171,10 @@ def test_queries_are_counted_from_the_entry_s_position():
         keys,
         keys,
         torch.tensor([[[0, 2, 4]]]),
-        column_sums=torch.tensor([[[2.5, 0.6, 0.4]]]),
-        column_squares=torch.tensor([[[2.5, 0.12, 0.16]]]),
+        observed={
+            ColumnSums: torch.tensor([[[2.5, 0.6, 0.4]]]),
+            ColumnSquares: torch.tensor([[[2.5, 0.12, 0.16]]]),
+        },
         tokens_seen=torch.tensor([5]),
         budget=torch.tensor([0]),
     )
@@ -190,8 +191,10 @@ def test_constant_attention_does_not_deviate():
         keys,
         keys,
         places,
-        column_sums=(7 * value)[None, None],
-        column_squares=(7 * value.square())[None, None],
+        observed={
+            ColumnSums: (7 * value)[None, None],
+            ColumnSquares: (7 * value.square())[None, None],
+        },
         tokens_seen=torch.tensor([7]),
         budget=torch.tensor([500]),
     )
@@ -218,8 +221,7 @@ def test_padding_is_never_protected():
         keys,
         keys,
         places,
-        column_sums=queries * 0.5,
-        column_squares=queries * 0.25,
+        observed={ColumnSums: queries * 0.5, ColumnSquares: queries * 0.25},
         tokens_seen=torch.tensor([5]),
         budget=torch.tensor([4]),
     )

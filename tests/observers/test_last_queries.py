@@ -44,8 +44,11 @@ def test_queries_of_tokens_that_were_taken_back_decide_nothing(model, lengths):
         for mine, theirs in zip(cut.states, straight.states, strict=True):
             # Of the eight before, the five that were taken back are gone.
             expected = torch.tensor([[-1, -1, 32, 33, 34, 35, 36, 37]]).repeat(len(lengths), 1)
-            assert torch.equal(mine.query_window.columns, expected)
-            of_mine, of_theirs = mine.query_window.attended, theirs.query_window.attended
+            assert torch.equal(mine.observers.window.prompt.columns, expected)
+            of_mine, of_theirs = (
+                mine.observers.window.prompt.attended,
+                theirs.observers.window.prompt.attended,
+            )
             torch.testing.assert_close(of_mine.query[:, :, 2:], of_theirs.query[:, :, 2:])
     assert kept(cut) == kept(straight)
 

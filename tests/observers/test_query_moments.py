@@ -24,11 +24,11 @@ from kvfold import (
     QueryMomentsNeed,
     Stages,
 )
-from kvfold.cache import running_moments
 from kvfold.cache.fork import end_turn, fork_within
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import IllegalComposition, UnsupportedModel
 from kvfold.hf.models import read_tokens
+from kvfold.observers import query_moments as running_moments
 from tests.helpers.caches import counted_bytes, reachable_bytes
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.truth import Reader
@@ -51,7 +51,7 @@ def watching(need: QueryMomentsNeed | None = NEED, **stages: Any) -> tuple[Metho
     @dataclass(frozen=True)
     class Watching(Method):
         def stages(self) -> Stages:
-            return Stages(needs=Needs(query_moments=need), score=score, **stages)
+            return Stages(needs=Needs(need), score=score, **stages)
 
     return Watching(), seen
 
@@ -87,7 +87,7 @@ class QueriesBeforeRope:
         counted = (mask.cumsum(1) > skip) & (mask == 1) & (torch.arange(mask.shape[1]) >= since)
         for observation in seen:
             queries = torch.cat(self.seen[observation.layer], 2).double()
-            moments = observation.query_moments
+            moments = observation[QueryMomentsNeed]
             for row, real in enumerate(counted):
                 mine = queries[row][:, real]
                 covariance = torch.stack([torch.cov(head.T, correction=0) for head in mine])
@@ -161,13 +161,13 @@ def test_moments_of_the_prompt_stay_while_an_answer_is_evicted():
     for token in continuation(3, 3).split(1, 1):
         reader(token)
     queries.check(seen, mask)
-    assert twin.states[0].query_moments.nbytes() == 3 * 4 * (1 + 8 * 8 + 8 * 8 * 8)
+    assert twin.states[0].observers[QueryMomentsNeed].nbytes() == 3 * 4 * (1 + 8 * 8 + 8 * 8 * 8)
 
 
 def test_moments_are_let_go_when_nothing_else_reads_them():
     reader, ids = reader_of(build("llama"), watching()[0], PADDED)
     reader(ids)
-    assert all(state.query_moments.nbytes() == 0 for state in reader.cache.states)
+    assert all(state.observers[QueryMomentsNeed].nbytes() == 0 for state in reader.cache.states)
 
 
 def test_a_prompt_of_one_token_has_no_moments():
@@ -175,8 +175,8 @@ def test_a_prompt_of_one_token_has_no_moments():
     reader, ids = reader_of(build("llama"), method, ALONE)
     for token in ids[:, : BUDGET + 1].split(1, 1):
         reader(token)
-    assert seen and all(each.query_moments.count.eq(0).all() for each in seen)
-    assert all(each.query_moments.covariance.shape == (1, 8, 8, 8) for each in seen)
+    assert seen and all(each[QueryMomentsNeed].count.eq(0).all() for each in seen)
+    assert all(each[QueryMomentsNeed].covariance.shape == (1, 8, 8, 8) for each in seen)
 
 
 def test_moments_of_a_fork_are_those_of_its_own_turn():
@@ -197,10 +197,10 @@ def test_questions_to_a_frozen_cache_are_not_counted():
     queries = QueriesBeforeRope(reader)
     reader(ids)
     seen.clear()
-    before = reader.cache.states[0].query_moments.moments
+    before = reader.cache.states[0].observers[QueryMomentsNeed].moments
     with reader.cache.frozen():
         reader(continuation(1, 9))
-    assert reader.cache.states[0].query_moments.moments is before
+    assert reader.cache.states[0].observers[QueryMomentsNeed].moments is before
     assert len(queries.seen[0]) == 2 and not seen
 
 
@@ -217,8 +217,8 @@ def test_the_mean_alone():
     method, seen = watching(QueryMomentsNeed(covariance=False))
     reader, ids = reader_of(build("llama"), method, PADDED)
     reader(ids)
-    assert seen[0].query_moments.covariance is None
-    assert seen[0].query_moments.count.tolist() == list(PADDED)
+    assert seen[0][QueryMomentsNeed].covariance is None
+    assert seen[0][QueryMomentsNeed].count.tolist() == list(PADDED)
 
 
 def test_queries_hold_the_attention_factor():
@@ -263,7 +263,7 @@ def test_future_queries_are_turned_by_the_next_positions():
     first = seen[0]
     future = first.future_query_moments(6)
     turned = [
-        first.rotate(first.query_moments.mean[:, :, None], torch.tensor(PADDED) + i)
+        first.rotate(first[QueryMomentsNeed].mean[:, :, None], torch.tensor(PADDED) + i)
         for i in range(6)
     ]
     expected = torch.stack(turned).mean(0)[:, :, 0]
@@ -274,15 +274,15 @@ def test_moments_must_be_asked_for():
     method, seen = watching(None)
     reader, ids = reader_of(build("llama"), method, ALONE)
     reader(ids)
-    assert seen[0].query_moments is None
-    with pytest.raises(KvfoldError, match=r"Needs\(query_moments="):
+    assert seen[0].get(QueryMomentsNeed) is None
+    with pytest.raises(KvfoldError, match=r"Needs\(QueryMomentsNeed"):
         seen[0].future_query_moments(4)
 
 
 def test_moments_of_different_queries_are_refused():
     other = dataclasses.replace(NEED, skip=0)
     with pytest.raises(IllegalComposition, match="different first tokens"):
-        Needs(query_moments=NEED).joined(Needs(query_moments=other))
+        Needs(NEED).joined(Needs(other))
 
 
 def test_a_graph_that_evicts_is_refused():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold import UnsupportedModel
-from kvfold.cache.surprise import PIECE, Surprise, surprise
+from kvfold.observers.surprise import PIECE, Surprise, surprise
 
 PROBABILITIES = [0.5, 0.1, 0.9, 0.02, 0.6]
 

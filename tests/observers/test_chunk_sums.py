@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.cache.query_chunks import QueryChunks
 from kvfold.kernels.chunk_attention import chunk_sums
-from kvfold.methods.observation import ChunkSumsNeed
+from kvfold.observers.chunk_sums import ChunkSumsNeed, QueryChunks
 
 LENGTHS, N = (37, 20, 3), 37
 

@@ -1,17 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys of a prefill until their chunk is complete (Needs.chunk_sums)."""
+"""Attention of a prefill inside chunks: its queries and keys wait until their chunk is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.errors import IllegalComposition
 from kvfold.kernels.chunk_attention import chunk_sums
-from kvfold.methods.observation import ChunkSumsNeed
+from kvfold.observers.base import Layer, Need, Observer, Rows, filled_up, per_stored_head
+from kvfold.observers.call import AttentionCall
+
+NAME = "chunk_sums"
+
+
+@dataclass(frozen=True)
+class ChunkSumsNeed(Need[Tensor]):
+    """Attention of a prefill inside chunks: unmasked, unscaled, summed over the chunk's queries.
+
+    `[B, H, T]`, mean over the group; 1, the mean of a chunk, for entries that no chunk holds.
+    """
+
+    empty: ClassVar[float | None] = 1.0
+    while_reading: ClassVar[bool] = True
+    words: ClassVar[str] = "attention inside chunks"
+    keyword: ClassVar[str] = "chunk_sums"
+    field: ClassVar[str] = "chunk_sums"
+
+    size: int  # tokens of a chunk; the last one of a prefill may be shorter
+    first: int = 0  # first tokens of each row, which are in no chunk
+    last: int = 0  # last tokens of a prefill, which are a chunk by themselves
+
+    def observer(self, fitted: object = None) -> ChunkSums:
+        return ChunkSums(self)
+
+    def joined(self, other: ChunkSumsNeed) -> ChunkSumsNeed:
+        if self != other:
+            raise IllegalComposition(
+                "the methods read attention inside different chunks: use one of them"
+            )
+        return self
+
+
+class ChunkSums(Observer[Tensor]):
+    """Sums `[B, H, T]` of the chunks that are complete, and the tokens of those that are not."""
+
+    empties: ClassVar[dict[str, float]] = {NAME: 1.0}
+
+    def __init__(self, need: ChunkSumsNeed) -> None:
+        super().__init__()
+        self.need, self.chunks = need, QueryChunks()
+
+    def fresh(self) -> ChunkSums:
+        return ChunkSums(self.need)
+
+    def read_piece(self, layer: Layer, call: AttentionCall) -> None:
+        layer.stay()
+        query, new = call.query, call.query.shape[2]
+        columns = torch.arange(layer.seen - new, layer.seen, device=query.device)
+        columns = layer.sequence.real(columns.expand(len(query), 1, -1))
+        waits = layer.sequence.positions(columns)[:, 0] >= self.need.first
+        self.chunks.add(query, call.key[:, :, call.key.shape[2] - new :], waits)
+        self._settle(layer, end=False)
+
+    def last_piece(self, layer: Layer) -> None:
+        self._settle(layer, end=True)
+
+    def _settle(self, layer: Layer, end: bool) -> None:
+        """Notes the sums of chunks that are complete; all are at the prefill's `end`."""
+        completed = self.chunks.complete(self.need, end)
+        if completed is None:
+            return
+        sums, known = per_stored_head(layer, completed[0]), completed[1][:, None]
+        whole = self.of(layer, None).clone()
+        newest = whole[..., whole.shape[-1] - sums.shape[-1] :]
+        newest.copy_(sums.where(known, newest))
+        self.numbers[NAME] = whole
+
+    def of(self, layer: Layer, call: AttentionCall | None) -> Tensor:
+        store, sums = layer.stored(), self.numbers.get(NAME)
+        if sums is None:
+            device, shape = store.keys.device, (*store.keys.shape[:2], store.length)
+            return torch.ones(shape, dtype=torch.float32, device=device)
+        return filled_up(sums, store.length, self.empties[NAME])
+
+    def index(self, rows: Rows) -> None:
+        self.chunks.index(rows)
+
+    def nbytes(self) -> int:
+        return self.chunks.nbytes()
 
 
 class OpenChunk(NamedTuple):
@@ -84,7 +165,7 @@ class QueryChunks:
             queries[:, :, first:].clone(), keys[:, :, first:].clone(), waits[:, first:].clone()
         )
 
-    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+    def index(self, rows: Rows) -> None:
         """Applies `rows`, a selection along the batch axis."""
         if self.waiting is not None:
             self.waiting = OpenChunk(*map(rows, self.waiting))

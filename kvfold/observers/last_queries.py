@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
-from kvfold.cache.sequence import LogicalSequence
 from kvfold.kernels.gather import pick
+from kvfold.kernels.views import Named
+from kvfold.observers.base import Layer, Need, Needs, Observer, Rows
+from kvfold.observers.call import AttentionCall
+from kvfold.store.sequence import LogicalSequence
+
+# An answer's queries in a file, and their columns.
+QUERIES, COLUMNS = "window_queries", "window_columns"
 
 
 class QueryWindow:
@@ -153,3 +160,82 @@ class AnswerWindow:
     def nbytes(self) -> int:
         """Bytes of the queries and their columns."""
         return sum(t.numel() * t.element_size() for part in self.parts for t in part)
+
+
+class WindowQueries(Observer[Tensor]):
+    """The windows of one layer: of the prompt that is read, and of the answer after it."""
+
+    saved: ClassVar[tuple[str, ...]] = (QUERIES,)
+
+    def __init__(self, width: int = 0) -> None:
+        super().__init__()
+        self.prompt, self.answer = QueryWindow(width), AnswerWindow(width)
+
+    def fresh(self) -> WindowQueries:
+        new = WindowQueries(self.prompt.width)
+        new.answer.width = self.answer.width
+        return new
+
+    def narrowed(self, width: int) -> WindowQueries:
+        """The prompt's last `width` queries, and an empty window of the answer's."""
+        new = WindowQueries(width)
+        self.prompt.narrow(width)
+        new.prompt = self.prompt
+        return new
+
+    def end_prefill(self, layer: Layer) -> None:
+        self.prompt.forget()
+
+    def index(self, rows: Rows) -> None:
+        self.prompt.index(rows)
+        self.answer.index(rows)
+
+    def crop(self, seen: int) -> None:
+        self.prompt.crop(seen)
+        self.answer.crop(seen)
+
+    def renumber(self, layer: Layer, columns: Tensor, shifts: Tensor) -> None:
+        self.answer.renumber(columns, shifts, layer.rotation)
+
+    def nbytes(self) -> int:
+        return self.prompt.nbytes() + self.answer.nbytes()
+
+    def save(self, heads: int) -> tuple[Named, dict[str, Tensor]]:
+        if not self.answer.parts:
+            return {}, {}
+        queries, columns = self.answer.joined()
+        return {QUERIES: list(queries[0].unflatten(0, (heads, -1)))}, {COLUMNS: columns}
+
+    def load(self, by_head: Named, whole: dict[str, Tensor]) -> None:
+        if QUERIES in by_head:
+            queries = torch.stack(by_head.pop(QUERIES)).flatten(0, 1)[None]
+            self.answer.add(queries, whole[COLUMNS].clone())
+
+
+@dataclass(frozen=True)
+class LastQueries(Need[Tensor]):
+    """The last `count` queries, of a prefill or of the answer: `observation.queries`."""
+
+    beyond_attention: ClassVar[bool] = False
+    words: ClassVar[str] = "the last queries"
+    keyword: ClassVar[str] = "window"
+
+    count: int
+
+    def observer(self, fitted: object = None) -> WindowQueries:
+        return WindowQueries(self.count)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def joined(self, other: LastQueries) -> LastQueries:
+        return max(self, other, key=lambda each: each.count)
+
+    def describe(self) -> str:
+        return "the last query" if self.count == 1 else f"the last {self.count} queries"
+
+
+def window_of(needs: Needs) -> int:
+    """Number of last queries that stages read."""
+    need = needs.get(LastQueries)
+    return 0 if need is None else need.count

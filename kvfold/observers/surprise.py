@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.errors import UnsupportedModel
+from kvfold.kernels.gather import pick
+from kvfold.observers.base import Layer, Need, Observer, Rows
+from kvfold.observers.call import AttentionCall
+
+# −ln p of the tokens read, and the logits for the token to come, in a file.
+NUMBERS, LOGITS = "surprise", "surprise_logits"
 
 PIECE = 256  # columns whose logits are in float32 at once
 ROWS = 64  # most last columns whose logits are held inside a frozen block, for a crop
@@ -147,6 +154,143 @@ class Surprise:
                 "tokens were read past the model that the cache was made for, and sirllm scores "
                 "tokens by its logits: call that model"
             )
+
+
+class SurpriseLog:
+    """The surprise of all that a cache has read, with the forward that runs."""
+
+    def __init__(self, decay: float) -> None:
+        self.known = Surprise(decay)
+        self.incoming: Surprise | None = None  # with the forward that runs
+        self._before: Surprise | None = None  # what a `frozen()` block began with
+
+    @property
+    def newest(self) -> Surprise:
+        """With the forward that runs, if one does."""
+        return self.incoming or self.known
+
+    @property
+    def waits(self) -> bool:
+        """True while a forward runs, whose logits are not known."""
+        return self.incoming is not None
+
+    def begin(self, ids: Tensor, start: int, prompt: bool, more: bool) -> None:
+        """A forward begins; as `Surprise.begin`."""
+        self.incoming = self.known.begin(ids, start, prompt, more)
+
+    def end(self, ids: Tensor, logits: Tensor | None, tokens: Tensor | None, frozen: bool) -> None:
+        """The forward has returned; as `Surprise.end`."""
+        if self.incoming is not None:
+            self.known = self.incoming.end(ids, logits, tokens, ROWS if frozen else 1)
+
+    def forget_incoming(self) -> None:
+        """No forward runs."""
+        self.incoming = None
+
+    def end_reading(self) -> None:
+        """The prompt is complete."""
+        self.known = replace(self.known, open=False)
+
+    def freeze(self, frozen: bool) -> None:
+        """A `frozen()` block begins or ends."""
+        self._before = self.known if frozen else None
+
+    def crop(self, length: int) -> None:
+        """Forgets the columns from `length` on."""
+        if self._before is not None and len(self._before) == length:
+            self.known = self._before
+        else:
+            self.known = self.known.crop(length)
+
+    def index(self, rows: Rows) -> None:
+        """Applies `rows`, a selection along the batch axis."""
+        self.known = self.known.index(rows)
+        self._before = None if self._before is None else self._before.index(rows)
+
+    def renumbered(
+        self, ids: Callable[[Tensor], Tensor], count: Callable[[int], int]
+    ) -> SurpriseLog:
+        """The log after an edit, as `Surprise.renumber`."""
+        other = SurpriseLog(self.known.decay)
+        other.known = self.known.renumber(ids, count)
+        return other
+
+    def reset(self) -> None:
+        """As before the first token."""
+        self.known, self.incoming, self._before = Surprise(self.known.decay), None, None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and logits."""
+        return self.known.nbytes
+
+    def save(self) -> dict[str, Tensor]:
+        """Tensors of a file, by name."""
+        held = {NUMBERS: self.known.numbers, LOGITS: self.known.logits}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Takes what `save` gave."""
+        if NUMBERS in saved:
+            logits = saved.get(LOGITS)
+            logits = None if logits is None else logits.clone()
+            self.known = replace(self.known, numbers=saved[NUMBERS].clone(), logits=logits)
+
+
+class OfSurprise(Observer[Tensor]):
+    """Surprise of the stored entries' tokens."""
+
+    def of(self, layer: Layer, call: AttentionCall | None) -> Tensor:
+        columns, log = layer.columns(), layer.log(SurpriseNeed)
+        numbers = log.newest.of(layer.seen).nan_to_num(0).to(columns.device)
+        return pick(numbers[:, None].expand(-1, columns.shape[1], -1), columns, 0)
+
+
+@dataclass(frozen=True)
+class SurpriseNeed(Need[Tensor]):
+    """`[B, H, T]`: surprise of the model at each token that it read: −ln p, by its own logits.
+
+    0 for padding, holes, and until it is known.
+    """
+
+    empty: ClassVar[float | None] = 0
+    while_reading: ClassVar[bool] = True
+    reads_ids: ClassVar[bool] = True
+    words: ClassVar[str] = "the logits of each token"
+    keyword: ClassVar[str] = "surprise"
+    field: ClassVar[str] = "surprise"
+
+    decay: float = 1.0  # factor of all older numbers when another prompt is read
+
+    def observer(self, fitted: object = None) -> OfSurprise:
+        return OfSurprise()
+
+    def log(self) -> SurpriseLog:
+        return SurpriseLog(self.decay)
+
+    def joined(self, other: SurpriseNeed) -> SurpriseNeed:
+        return self
+
+
+class OfPromptTokens(Observer[Tensor]):
+    """Length of the prompt that has just ended."""
+
+    def of(self, layer: Layer, call: AttentionCall | None) -> Tensor:
+        rows, device = len(layer.stored().keys), layer.stored().keys.device
+        newest = layer.log(SurpriseNeed).newest
+        tokens: Tensor = newest.prompt_tokens(layer.sequence.tokens(), layer.seen, rows)
+        return tokens.to(device)
+
+
+@dataclass(frozen=True)
+class PromptTokens(Need[Tensor]):
+    """`[B]`: tokens of the prompt that has just ended, 0 in rounds; beside `SurpriseNeed`."""
+
+    words: ClassVar[str] = "the prompt's length"
+    field: ClassVar[str] = "prompt_tokens"
+
+    def observer(self, fitted: object = None) -> OfPromptTokens:
+        return OfPromptTokens()
 
 
 def surprise(logits: Tensor, ids: Tensor) -> Tensor:

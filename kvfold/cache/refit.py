@@ -10,31 +10,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attention.call import AttentionCall
 from kvfold.cache.phase import ReconstructionForward
-from kvfold.cache.reference_queries import evenly, left_padded
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import take
 from kvfold.kernels.noted_part import NotedPart, pick_queries
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
-from kvfold.methods.observation import Observation, ReferencesNeed
-from kvfold.methods.stages.refit.base import Compaction, References
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.refit.base import Compaction
+from kvfold.observers.call import AttentionCall
+from kvfold.observers.references import (
+    References,
+    ReferencesNeed,
+    evenly,
+    left_padded,
+    most_tokens,
+    repeats_references,
+)
 
 TOGETHER = 128  # tokens whose queries look at their own part together
 HIDDEN = 2**62  # column of entries that a part does not show
-
-
-def add_references(state: LayerState, call: AttentionCall) -> None:
-    """Adds the queries of a piece of a prefill, if the method fits entries to them."""
-    needs, query = state.plan.stages.needs, call.query
-    if needs.references is None or needs.repeats_references:
-        return
-    rows, _, new, _ = query.shape
-    columns = torch.arange(state.seen - new, state.seen, device=query.device)
-    real = state.sequence.real(columns.expand(rows, 1, -1))[:, 0]
-    most = _most(needs.references, call.query.shape[1], call.key)
-    state.reference_queries.add(query, columns, state.sequence.positions(real), most)
 
 
 def attention_to_text(
@@ -45,7 +40,7 @@ def attention_to_text(
     The text is behind its opening and its padding. A share far below that of all else is rounded,
     so that there is none where all references count alike.
     """
-    chosen, need = _chosen(state, call, repeating), state.plan.stages.needs.references
+    chosen, need = _chosen(state, call, repeating), state.needs.get(ReferencesNeed)
     if chosen is None or need is None or not need.by_share:
         return None
     before = state.positions()[:, 0, : repeating.text] < state.protected()[:, None]
@@ -80,7 +75,7 @@ def add_repeated(
         observation = Observation(call.key, call.value, state.positions(), **call.logits)
         rest = joined_parts([own, *_beside(state, observation, queries)])
     real = (chosen >= 0).repeat_interleave(groups, 1)
-    state.reference_queries.repeated.append(References(queries, rest, real, groups, block))
+    state.observers[ReferencesNeed].repeated.append(References(queries, rest, real, groups, block))
 
 
 def _chosen(
@@ -91,12 +86,12 @@ def _chosen(
     They are chosen for each row as if it were alone, ascending; −1 comes first, where a row has
     fewer.
     """
-    needs, new = state.plan.stages.needs, call.query.shape[2]
-    if needs.references is None or not needs.repeats_references:
+    need, new = state.needs.get(ReferencesNeed), call.query.shape[2]
+    if need is None or not repeats_references(state.needs):
         return None
-    if needs.references.on_policy == (repeating.scored is not None):
+    if need.on_policy == (repeating.scored is not None):
         return None
-    most, of_rows = _most(needs.references, call.query.shape[1], call.key), []
+    most, of_rows = most_tokens(need, call.query.shape[1], call.key), []
     for own, total in zip(repeating.tokens, repeating.totals, strict=True):
         few = max(1, most * own // total)
         of_rows.append(new - own + evenly(own, few, call.query.device))
@@ -161,13 +156,15 @@ def refitted(
 
 def _references_of(state: LayerState, observation: Observation) -> References | None:
     """The references that were kept, or made of the queries that were; None without any."""
-    held, need = state.reference_queries, state.plan.stages.needs.references
+    held = state.observers.get(ReferencesNeed)
+    if held is None:
+        return None
     if held.repeated:
         return References.joined(held.repeated)
-    if need is None or not held.query_heads:
+    if not held.query_heads:
         return None
     heads, first_tokens = observation.keys.shape[1], state.protected().view(-1, 1, 1)
-    query, columns = held.joined(_most(need, held.query_heads, observation.keys))
+    query, columns = held.joined(most_tokens(held.need, held.query_heads, observation.keys))
     groups, at = query.shape[1] // heads, columns[:, None]
     entries, positions = state.columns(), state.positions()
     own = (entries >= held.first) & (positions >= first_tokens)
@@ -216,8 +213,3 @@ def _by_token(query: Tensor, heads: int) -> Tensor:
     """Queries `[B, Hq, n, D]` as `[B, H, n·G, D]`, token by token, at least float32."""
     wide = query.to(torch.promote_types(query.dtype, torch.float32))
     return wide.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)
-
-
-def _most(need: ReferencesNeed, query_heads: int, keys: Tensor) -> int:
-    """Most tokens whose queries are kept, of all query heads of a KV head."""
-    return max(1, need.queries * keys.shape[1] // query_heads)
