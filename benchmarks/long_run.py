@@ -99,7 +99,7 @@ def long_run(
 ) -> LongRun:
     """The record of one method, with a mark after each `every` tokens."""
     answer = Answer(subject, method, budget, prompt)
-    interval = answer.cache.method.stages().every or INTERVAL
+    interval = answer.cache.method.stages().interval or INTERVAL
     last, marks, most = COMPARED * interval, list[Mark](), 0
     young, late, early = None, list[float](), list[float]()
     for generated in range(1, tokens + 1):

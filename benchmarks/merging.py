@@ -99,7 +99,7 @@ def compressed(
     fresh = kvfold.CompressedCache(model, method, None if method == "full" else kept)
     for layer, planned in zip(cache.states, fresh.states, strict=True):
         layer.plan = planned.plan
-        layer.observers = layer.observers.adopted(planned.plan.stages.needs, {}, 0)
+        layer.observers = layer.observers.adopted(planned.plan.stages.needs, {})
     with cache.reading():
         pass
     return cache

@@ -12,6 +12,7 @@ from kvfold.bench.record import BenchCell, RoundRecord
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Stages, parse
+from kvfold.methods.stages.when import AtEnd
 
 
 @cache
@@ -37,7 +38,7 @@ def first_appending(
     found: dict[tuple[BenchCell, str, int, str | None], RoundRecord] = {}
     for record in records:
         stages = stages_of(record.label)
-        if stages is not None and stages.decode == "append" and record.budget is not None:
+        if stages is not None and isinstance(stages.when, AtEnd) and record.budget is not None:
             found.setdefault(place_of(record), record)
     return found
 
@@ -53,11 +54,11 @@ def size_ratio(record: RoundRecord) -> float | None:
     None for methods without rounds, and for budgets that are no number of tokens.
     """
     stages, most = stages_of(record.label), record.measured.largest_bytes
-    if stages is None or stages.decode != "every" or most is None or record.budget is None:
+    if stages is None or stages.rounds is None or most is None or record.budget is None:
         return None
     budget = Budget.of(record.budget)
     if budget.kind != "tokens":
         return None
     shape, cell = record.shape, record.cell
     entry = 2 * shape.layers * shape.kv_heads * shape.head_size * DTYPES[cell.dtype].itemsize
-    return most / (entry * cell.batch * (int(budget.amount) + stages.every))
+    return most / (entry * cell.batch * (int(budget.amount) + stages.rounds.every))

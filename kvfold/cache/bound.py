@@ -8,6 +8,7 @@ from kvfold.errors import BudgetError, IllegalComposition, KvfoldError
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.every import Every, in_rounds
 from kvfold.methods.layer_budgets import Given, One, layerwise
+from kvfold.methods.stages.when import AtEnd
 
 
 def bounded(
@@ -42,7 +43,7 @@ def bounded(
             "with a method that has one"
         )
     kept = None if size is None else int(size.amount)
-    if every is None and method.stages().decode == "append":
+    if every is None and isinstance(method.stages().when, AtEnd):
         every = max(1, min(Every.interval, most // 2 if kept is None else most - kept))
     method = _evicting(method, every, most)
     return method, _fitting(method, method.stages(), kept, most)
@@ -56,7 +57,7 @@ def _evicting(method: Method, every: int | None, most: int) -> Method:
     except IllegalComposition as problem:
         raise IllegalComposition(f"{cannot}: {problem}") from None
     stages = method.stages()
-    if stages.prompt == "kept":
+    if stages.keeps_prompt:
         raise KvfoldError(f"{cannot} beside a prompt of any length: choose prompt=counted")
     if stages.inexact:
         raise KvfoldError(f"{cannot}, nor to a budget ({stages.inexact}): choose another method")
@@ -65,7 +66,7 @@ def _evicting(method: Method, every: int | None, most: int) -> Method:
 
 def _fitting(method: Method, stages: Stages, kept: int | None, most: int) -> Budget:
     """The budget of `kept` tokens, or of what evictions leave; BudgetError for one too large."""
-    between = stages.every or 1  # tokens from one eviction to the next
+    between = stages.interval or 1  # tokens from one eviction to the next
     if kept is None and most - between < max(1, stages.forced.least):
         raise BudgetError(
             f"max_cache_tokens={most} leaves {max(0, most - between)} entries between evictions "

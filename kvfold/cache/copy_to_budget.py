@@ -55,7 +55,7 @@ def take_over(cache: CompressedCache, budget: Given, method: Method) -> Compress
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
         state.plan = replace(state.plan, stages=own, budget=made)
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
-        state.observers = state.observers.adopted(own.needs, fitted, own.every)
+        state.observers = state.observers.adopted(own.needs, fitted, own.interval)
     with other.reading():
         pass
     return other

@@ -23,9 +23,9 @@ from kvfold.cache.state import LayerState
 from kvfold.kernels.gather import joined
 from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.decode import rounds_hold
 from kvfold.methods.stages.merge.base import Leaving
 from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
+from kvfold.methods.stages.when import Hold, rounds_hold
 from kvfold.observers.call import AttentionCall, PredictedEviction
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums, RunningSums
 from kvfold.store.dense import DenseStore
@@ -43,7 +43,11 @@ def evicts_one(state: LayerState, new: int) -> bool:
     if new > 1 or state.surplus != 1:
         return False
     stages, phase, valid = state.plan.stages, state.phase, state.sequence.valid
-    if phase.frozen or phase.layerwise or not (stages.decode == "hold" or rounds_hold(stages)):
+    if (
+        phase.frozen
+        or phase.layerwise
+        or not (isinstance(stages.when, Hold) or rounds_hold(stages))
+    ):
         return False
     if phase.step(state.sequence.seen, new) != "decode":
         return False

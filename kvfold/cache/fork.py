@@ -94,7 +94,7 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
     reader.phase.own_size = size
     for layer in reader.compressed_layers:
         layer.state.plan = dataclasses.replace(layer.state.plan, stages=stages)
-        layer.state.observers = layer.state.observers.adopted(stages.needs, {}, 0)
+        layer.state.observers = layer.state.observers.adopted(stages.needs, {})
         layer.state.next_round = None  # rounds are those of the document's method
     return reader
 

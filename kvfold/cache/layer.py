@@ -33,6 +33,7 @@ from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.full_precision import any_cast, full_precision, is_cast
 from kvfold.kernels.single_query import attend_single
+from kvfold.methods.stages.when import Hold, Rounds
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from kvfold.observers.reconstruction import ContextReconstruction
@@ -296,9 +297,9 @@ class CompressedLayer(CacheLayerMixin):
             state.observers.window.prompt.add(call, state.sequence)
         elif step == "prefill end":
             end_with(state, call)
-        elif stages.decode == "hold" and stages.score is not None:
+        elif isinstance(stages.when, Hold) and stages.score is not None:
             evict_after_token(state, call)
-        elif stages.decode == "every":
+        elif isinstance(stages.when, Rounds):
             note_token(state, call)
             if stages.encode is not None and not state.stored().is_dense:
                 encode_due(state, decoding=True)

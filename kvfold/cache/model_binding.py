@@ -22,7 +22,7 @@ from kvfold.hf.image_spans import tokens_off_columns
 from kvfold.hf.models import text_config
 from kvfold.hf.rope_lengths import RopeLengths
 from kvfold.hf.stock_layers import never_sliding_windows
-from kvfold.methods.stages.decode import Positions
+from kvfold.methods.stages.when import Positions
 
 UNMOVED = 'use another method, or positions="original"'
 

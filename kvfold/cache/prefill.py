@@ -31,7 +31,9 @@ from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import Chosen, choose, scores_of
 from kvfold.methods.stages.select.forced import with_forced
+from kvfold.methods.stages.select.one_set import Rule
 from kvfold.methods.stages.select.top import kept_mask, top
+from kvfold.methods.stages.when import Once
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSums
 from kvfold.observers.reconstruction import ContextReconstruction
@@ -66,10 +68,10 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
         if stages.encode is not None:
             _encode_all(state, observation)
         return
-    if stages.decode == "once":
+    if isinstance(stages.when, Once):
         state.late = True
         return
-    if stages.decode == "every":
+    if stages.rounds:
         state.begin_rounds(observation)
     state.settled = state.seen
     if state.phase.awaits_logits:
@@ -101,9 +103,9 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
     state.capacity = None if everything or counts.dim() > 1 else counts
     state.over_budget = bool((without_room(state) & (state.plan.budget != Budget.ratio(1.0))).any())
-    if state.plan.stages.decode == "every" and counts.dim() > 1 and not everything:
+    if state.plan.stages.rounds and counts.dim() > 1 and not everything:
         state.head_sizes = counts
-    if state.plan.stages.prompt == "counted":
+    if not state.plan.stages.keeps_prompt:
         evict(state, observation, counts)
     elif state.plan.stages.encode is not None:
         _encode_all(state, observation)
@@ -128,14 +130,17 @@ def evict(
     due, stages = EvictionDue(state, observation, counts, sizes, beside), state.plan.stages
     if counts.dim() > 1:
         _check_heads(state, observation)
-    if not stages.agree and stages.level is None:
+    if stages.level is None:
         _evict(due, stages)
         return
     waiting = state.waiting
     waiting.agreeing.append(due)
     if len(waiting.agreeing) == state.plan.layers:
         layers = waiting.take_agreeing()
-        (_evict_alike if stages.agree else _evict_level)(layers)
+        if stages.level == "best":
+            _evict_alike(layers)
+        else:
+            _evict_level(layers, stages.level)
         for waited in layers:
             _forget_references(waited.layer)
 
@@ -156,11 +161,10 @@ def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
         _evict(due, dataclasses.replace(due.layer.plan.stages, score=shared))
 
 
-def _evict_level(layers: list[EvictionDue[LayerState]]) -> None:
+def _evict_level(layers: list[EvictionDue[LayerState]], rule: Rule) -> None:
     """Evicts to one set of tokens of each row, made of what every head would keep by itself."""
     own = [_chosen(due, due.layer.plan.stages) for due in layers]
-    first = layers[0].layer
-    slots = alike(own, positions := first.positions(), first.plan.stages.level or "mass")
+    slots = alike(own, positions := layers[0].layer.positions(), rule)
     whole = slots.shape == positions.shape and bool((slots >= 0).all())
     for due, each in zip(layers, own, strict=True):
         if whole:
@@ -187,7 +191,7 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
         _keep_everything(state, observation, positions, counts)
         return
     chosen = _chosen(due, stages)
-    if stages.decode == "every" and stages.sizes == "fixed" and stages.heads is not None:
+    if stages.rounds and stages.rounds.sizes == "fixed" and stages.heads is not None:
         state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
     _keep_chosen(due, chosen, ragged=stages.heads is not None or counts.dim() > 1)
 
@@ -231,7 +235,7 @@ def _most(counts: Tensor, sizes: Tensor | None, beside: Tensor | None) -> Tensor
 def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     """Lets the layer wait; the last one computes all sizes, and all layers evict."""
     sized = sized_together(state, observation, state.seen_per_row() - state.protected())
-    open_ = open_rows(sized, beside_prompt=state.plan.stages.prompt == "kept")
+    open_ = open_rows(sized, beside_prompt=state.plan.stages.keeps_prompt)
     for each, of_layer, count in sized:
         evict_to(each, of_layer, count)
         if each.head_sizes is not None and count.dim() > 1:

@@ -174,7 +174,8 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     if state.turn_end is not None and state.next_round is not None:
         other.turn_end = by.counts[state.turn_end]
         other.next_round = state.next_round + by.sequence.seen - state.seen
-        if state.plan.stages.phase == "absolute":
+        rounds = state.plan.stages.rounds
+        if rounds is not None and rounds.counting == "absolute":
             other.next_round = other.round_after(other.seen)
     other.surplus = None  # heads may have lost different numbers of entries
     other.observers.renumber(state, by.columns, by.shifts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds: a layer is brought back to its size after every n generated tokens (decode="every").
+"""Rounds: a layer is brought back to its size after every n generated tokens (`Rounds`).
 
 Between two rounds tokens are appended. A round comes after the attention of its step, so that the
 step itself has attended to all entries.
@@ -16,6 +16,7 @@ from kvfold.cache.sizes import open_rows, size_of, sized_together
 from kvfold.cache.state import LayerState
 from kvfold.methods.base import Across, Measured
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.when import Rounds
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.query_moments import QueryMomentsNeed
 
@@ -34,10 +35,16 @@ def note_token(state: LayerState, call: AttentionCall) -> None:
         window.add_step(call.query, seen - 1)
     if left <= 0:
         _evict_round(state, call)
-        every = state.plan.stages.every
+        every = _rounds(state).every
         state.next_round += every * (-left // every + 1)  # later if tokens came while frozen
         if every >= window.width:
             window.clear()
+
+
+def _rounds(state: LayerState) -> Rounds:
+    rounds = state.plan.stages.rounds
+    assert rounds is not None
+    return rounds
 
 
 def _begin(state: LayerState, call: AttentionCall) -> None:
@@ -81,7 +88,7 @@ def _observed(state: LayerState, call: AttentionCall) -> Observation:
     moments = state.observers.get(QueryMomentsNeed)
     if moments is not None:
         assert state.next_round is not None and state.turn_end is not None
-        first = max(state.turn_end, state.next_round - state.plan.stages.every)
+        first = max(state.turn_end, state.next_round - _rounds(state).every)
         moments.add_answer(state, query, columns, first)
     return observation_at(state, call._replace(query=query), columns)
 
@@ -131,13 +138,13 @@ def _sizes(state: LayerState) -> tuple[Tensor | None, Tensor | None]:
     """
     if state.plan.stages.heads is None and state.head_sizes is not None:
         return state.head_sizes, None
-    again = state.plan.stages.sizes == "again"
+    again = _rounds(state).sizes == "again"
     return state.capacity, None if again else state.head_sizes
 
 
 def _beside(state: LayerState) -> Tensor | None:
     """Bool mask `[B, H, T]` of the entries that do not count in the size; None: all count."""
-    if state.plan.stages.prompt == "counted":
+    if not state.plan.stages.keeps_prompt:
         return None
     columns, end = state.columns(), state.turn_end
     assert end is not None

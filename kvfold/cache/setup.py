@@ -165,7 +165,7 @@ def put_compressed_layers(
         plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         check_layer(stages, rotation, projection)
         fitted = fits.of_layer(place, ranks.own_heads)
-        observers = Observers.of(stages.needs, fitted, stages.every)
+        observers = Observers.of(stages.needs, fitted, stages.interval)
         state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, observers)
         layers[index] = CompressedLayer(state, shared.binding)
 

@@ -40,7 +40,7 @@ def without_room(state: LayerState, free: Tensor | None = None) -> Tensor:
     if plan.budget is None or plan.budget.kind == "tokens":
         return torch.zeros_like(free, dtype=torch.bool)
     forced, positions = plan.stages.forced, state.positions()
-    if plan.stages.prompt == "kept":  # only the answer's entries count, which are to come
+    if plan.stages.keeps_prompt:  # only the answer's entries count, which are to come
         least = torch.full_like(free, Forced(recent=forced.recent).least)
     else:
         inside = positions >= state.protected().view(-1, 1, 1)

@@ -16,6 +16,7 @@ from kvfold.cache.plan import Plan
 from kvfold.cache.waiting import Waiting
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.choose import Chosen
+from kvfold.methods.stages.when import AtEnd, Hold
 from kvfold.observers.base import Need, Needs
 from kvfold.observers.of_layer import Observers
 from kvfold.store.base import Store
@@ -55,13 +56,13 @@ class LayerState:
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head
     head_sizes: Tensor | None = None  # entries that a head holds while decoding, −1 if not set yet
-    turn_end: int | None = None  # tokens seen when the last turn ended (decode="every")
-    next_round: int | None = None  # tokens seen at which entries are evicted next (decode="every")
+    turn_end: int | None = None  # tokens seen when the last turn ended (`Rounds`)
+    next_round: int | None = None  # tokens seen at which entries are evicted next (`Rounds`)
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
     error: Tensor | None = None  # of the layer's output: predicted, measured
     refit: Tensor | None = None  # report of the last refit, see `Refitted`
     chosen: Chosen | None = None  # with `choose_only`; None if every entry stays
-    late: bool = False  # evicts at the first generated token (decode="once")
+    late: bool = False  # evicts at the first generated token (`Once`)
     over_budget: bool = False  # the forced set was larger than the budget
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -102,7 +103,7 @@ class LayerState:
     @property
     def evicts_later(self) -> bool:
         """True if entries leave after the prefill's end, too."""
-        return self.plan.stages.decode != "append"
+        return not isinstance(self.plan.stages.when, AtEnd)
 
     def token_ids(self) -> Tensor | None:
         """Token ids `[B, N]` of all columns, −1 where unknown; None if all are."""
@@ -143,7 +144,7 @@ class LayerState:
 
     def later(self) -> int:
         """Most entries of a head that were appended after the last eviction."""
-        holds = self.capacity is not None and self.plan.stages.decode == "hold"
+        holds = self.capacity is not None and isinstance(self.plan.stages.when, Hold)
         if holds and not self.phase.frozen:
             return 0
         return int((self.columns() >= self.settled).sum(-1).max())
@@ -222,7 +223,7 @@ class LayerState:
             self.let_sinks_move()
 
     def begin_rounds(self, observation: Observation) -> None:
-        """Notes that a turn has ended: from now on generated tokens are counted (decode="every").
+        """Notes that a turn has ended: from now on generated tokens are counted (`Rounds`).
 
         The window queries are kept if the first eviction's window reaches back to them.
         """
@@ -245,10 +246,9 @@ class LayerState:
 
     def round_after(self, seen: int) -> int:
         """Columns at which entries are next evicted, of an answer that has `seen` of them."""
-        assert self.turn_end is not None
-        stages = self.plan.stages
-        began = 0 if stages.phase == "absolute" else self.turn_end
-        return began + stages.every * ((seen - began) // stages.every + 1)
+        rounds = self.plan.stages.rounds
+        assert rounds is not None and self.turn_end is not None
+        return rounds.after(seen, self.turn_end)
 
     def settle_heads(self, stored: Tensor, kept: Tensor) -> None:
         """Sets the sizes of heads `[B, H]` in rows of which entries leave for the first time.

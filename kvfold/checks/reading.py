@@ -23,6 +23,7 @@ from kvfold.eval.run.shared_reading import reads_for_others
 from kvfold.generation.generate import generate, read_on, read_turn
 from kvfold.hf.models import read_logits
 from kvfold.methods.base import Method, parse
+from kvfold.methods.stages.when import AtEnd
 
 # A method and its budget, both as text; None for a method without budget.
 MethodAtBudget = tuple[str, str | None]
@@ -47,7 +48,7 @@ class CompressedPrompts:
         never changes, as in `kvfold.compress`.
         """
         stages = self.cache.method.stages()
-        changes = stages.decode != "append" or stages.encode is not None
+        changes = not isinstance(stages.when, AtEnd) or stages.encode is not None
         return self.prompts[0].context is None and changes
 
     @property

@@ -40,6 +40,7 @@ from kvfold.hf.user_text import content
 from kvfold.methods.base import Method, parse
 from kvfold.methods.layer_budgets import Given
 from kvfold.methods.stages.select.one_set import Rule
+from kvfold.methods.stages.when import Once
 from kvfold.observers.reconstruction import ContextReconstruction
 
 
@@ -313,7 +314,7 @@ def _document_span(
 
 def check_reusable(method: Method) -> None:
     """Raises KvfoldError for a method that compresses only once an answer is being generated."""
-    if method.stages().decode == "once":
+    if isinstance(method.stages().when, Once):
         raise KvfoldError(
             f"{method} compresses at the first generated token, but what is generated for a "
             "question is taken back: choose a variant that compresses when the prompt ends"

@@ -341,7 +341,7 @@ def check_method(method: Method) -> None:
             f"{method} reads a text by forwards of its own, which turns that are appended do not "
             "have: choose SnapKV, KeyDiff or another method of one forward"
         )
-    if stages.inexact or stages.prompt == "kept":
+    if stages.inexact or stages.keeps_prompt:
         reason = stages.inexact or "the end of a turn evicts nothing"
         raise KvfoldError(f"{method} does not hold a session to its budget: {reason}")
 

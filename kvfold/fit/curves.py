@@ -22,6 +22,7 @@ from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.allocate.parts import Curve, proportional_within
 from kvfold.methods.stages.select.forced import with_forced
+from kvfold.methods.stages.when import Once
 
 LEAST_TEXTS = 2  # one to profile, one to report on
 PUBLISHED = "expected_attention:epsilon=0.02"  # score of LU-KV
@@ -113,7 +114,8 @@ def ranking_method(score: str) -> Method:
     """The method of a text; raises KvfoldError unless it scores entries when a prompt ends."""
     method = parse(score)
     stages = method.stages()
-    if stages.score is None or stages.token_pruning is not None or stages.decode == "once":
+    later = isinstance(stages.when, Once)
+    if stages.score is None or stages.token_pruning is not None or later:
         raise KvfoldError(
             f"a curve is fitted for a method that scores a prompt's entries, and {method} does "
             "not: choose one such as snapkv or expected_attention"

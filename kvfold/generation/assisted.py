@@ -33,7 +33,7 @@ READS_PROMPT = {
 def check_assistable(cache: CompressedCache, settings: Any) -> None:
     """Raises KvfoldError for a bounded answer, and for `settings` that read the prompt."""
     bound = cache.max_cache_tokens
-    if bound is not None or cache.method.stages().decode == "every":
+    if bound is not None or cache.method.stages().rounds:
         what = f"max_cache_tokens={bound} bounds the answer"
         raise KvfoldError(
             f"{what if bound else f'{cache.method} evicts in rounds'}, and assisted decoding "

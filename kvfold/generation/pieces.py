@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method
+from kvfold.methods.stages.when import Once
 from kvfold.observers.reconstruction import ContextReconstruction
 
 
@@ -39,7 +40,7 @@ def check_per_chunk(method: Method, chunk: int | None) -> int:
         reason = "lets the model repeat the whole prompt before it scores any of it"
     elif stages.token_pruning is not None:
         reason = "prunes the prompt between the layers of one forward"
-    elif stages.decode == "once":
+    elif isinstance(stages.when, Once):
         reason = "compresses when the first token is generated"
     if reason is not None:
         raise KvfoldError(f"{method} {reason}: leave out per_chunk")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,20 +21,21 @@ from kvfold.methods.registry import plus_of, preset, registered, with_known_name
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.decode import (
-    Counting,
-    Decode,
-    Positions,
-    Prompt,
-    Sizes,
-    check_decode,
-    replaced_rounds,
-)
 from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
 from kvfold.methods.stages.refit.base import Refit, check_refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.select.one_set import Rule
+from kvfold.methods.stages.select.one_set import Level
+from kvfold.methods.stages.when import (
+    AtEnd,
+    Hold,
+    Positions,
+    Rounds,
+    When,
+    check_when,
+    of_old_options,
+    replaced_rounds,
+)
 from kvfold.observers.base import Needs
 from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.store.encoding import Encode
@@ -60,7 +61,7 @@ class Measured:
     `size`: Observation → entries per head `[B]`, or `[B, H]` with `per_head`, forced ones included.
     `error`: (Observation, kept entries bool `[B, H, T]`) → relative error `[B, 1 or 2]` of the
     layer's output, predicted and measured; None: not reported. `in_rounds`: sizes follow from each
-    round's observation, with decode="every".
+    round's observation.
     """
 
     size: Callable[[Observation], Tensor]
@@ -77,8 +78,8 @@ class Across:
     all layers, budget per head and layer `[B]`, tokens seen `[B]`) → entries per head of each
     layer, `[B]`, or `[B, H]` with `per_head`. The budget is int64; with `unrounded` it is float64,
     before rounding down. A layer of size `UNLIMITED` (methods/stages/allocate/rounding.py) is never
-    compressed. `in_rounds`: with decode="every" sizes per head hold for the answer too; heads of
-    size `UNLIMITED` grow. `parts`: a file; a cache gives `share` its content, as `parts=`.
+    compressed. `in_rounds`: in rounds sizes per head hold for the answer too; heads of size
+    `UNLIMITED` grow. `parts`: a file; a cache gives `share` its content, as `parts=`.
     """
 
     statistic: Callable[[Observation], Tensor]
@@ -93,12 +94,10 @@ class Across:
 class Stages:
     """The stages of a method; a stage at None or at its default does nothing.
 
-    `decode`: "append" adds generated tokens to the kept entries; "hold" evicts after every
-    generated token, down to the size reached when the prefill ended; "every" does so after each
-    `every` generated tokens, by the scores of all entries; "once" compresses at the first generated
-    token instead of the prefill's end. `positions` "reindex" rotates sinks up to the recent tokens
-    (StreamingLLM); "consecutive" rotates, at each eviction, all kept keys of a head up to the
-    positions before the next token. Raises IllegalComposition for stages that exclude one another.
+    `when` entries leave: see `methods/stages/when.py`. `positions` "reindex" rotates sinks up to
+    the recent tokens (StreamingLLM); "consecutive" rotates, at each eviction, all kept keys of a
+    head up to the positions before the next token. Raises IllegalComposition for stages that
+    exclude one another.
     """
 
     needs: Needs = field(default_factory=Needs)  # data to observe during forwards
@@ -107,27 +106,39 @@ class Stages:
     allocate: Schedule | Measured | Across | None = None
     heads: Heads | None = None  # a layer's size shared among its heads
     select: Select | None = None  # slots to keep; None: those of the highest scores
-    agree: bool = False  # all layers and heads keep the same tokens, by their highest score in any
-    level: Rule | None = None  # they keep one set of tokens, made of the heads' own by this rule
+    level: Level | None = None  # all layers and heads keep one set of tokens, made by this rule
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
     merge: MergeStage | None = None  # changes kept entries by evicted ones
     refit: Refit | None = None  # fits kept values and biases to reference queries
     merge_one: MergeOneStage | None = None  # `merge` of the one entry that decode eviction evicts
     encode: Encode | None = None  # how the oldest entries are stored
-    decode: Decode = "append"
-    every: int = 0  # generated tokens between evictions of decode="every"
-    prompt: Prompt = "counted"  # kept: all but the answer is beside the size
-    sizes: Sizes = "fixed"  # again: each eviction of decode="every" shares its size among the heads
-    phase: Counting = "generated"  # absolute: rounds count tokens from the text's first one
+    when: When = field(default_factory=AtEnd)  # at which entries leave
     positions: Positions = "original"
     token_pruning: TokenPruning | None = None  # runs between the layers of a forward
     inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not
     method: str = ""  # the method's text, filled in by the cache
+    # What `when` replaces, until 0.2
+    decode: InitVar[str | None] = None
+    every: InitVar[int | None] = None
+    prompt: InitVar[str | None] = None
+    sizes: InitVar[str | None] = None
+    phase: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        decode: str | None,
+        every: int | None,
+        prompt: str | None,
+        sizes: str | None,
+        phase: str | None,
+    ) -> None:
+        old = {"decode": decode, "every": every, "prompt": prompt, "sizes": sizes, "phase": phase}
+        when = of_old_options(old)
+        if when is not None:
+            object.__setattr__(self, "when", when)
         if self.score is not None and self.allocate is None:
             object.__setattr__(self, "allocate", uniform)
-        check_decode(self)
+        check_when(self)
         check_refit(self)
         if self.heads is not None and getattr(self.allocate, "per_head", False):
             raise IllegalComposition(
@@ -152,7 +163,22 @@ class Stages:
     @property
     def evicts_while_decoding(self) -> bool:
         """True if a layer stays near its size however long the answer is."""
-        return self.decode in ("hold", "every")
+        return isinstance(self.when, (Hold, Rounds))
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """The rounds in which generated tokens leave; None if they do not in rounds."""
+        return self.when if isinstance(self.when, Rounds) else None
+
+    @property
+    def interval(self) -> int | None:
+        """Generated tokens between two rounds; None without rounds."""
+        return None if self.rounds is None else self.rounds.every
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """True if all but the answer is kept beside the size."""
+        return self.rounds is not None and self.rounds.prompt == "kept"
 
     @property
     def runs_own_forwards(self) -> bool:
@@ -242,8 +268,9 @@ class Composition(Method):
                 if value is uniform and name in merged:
                     continue
                 if name in owner and merged[name] is not uniform:
-                    also = ", or decode=append where it is offered" if name == "decode" else ""
-                    both = f"{owner[name]} and {part} both bring the {name} stage"
+                    also = ", or decode=append where it is offered" if name == "when" else ""
+                    stage = "decode" if name == "when" else name
+                    both = f"{owner[name]} and {part} both bring the {stage} stage"
                     raise IllegalComposition(f"{both}: choose one of them{also}")
                 owner[name] = part
                 merged[name] = value

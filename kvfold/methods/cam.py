@@ -8,6 +8,7 @@ from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.merge.value_spread import spread_values
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import Hold
 from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSums
 
@@ -59,7 +60,7 @@ class CaM(Method):
             allocate=uniform,
             forced=Forced(sinks=self.sinks),
             merge=spread.merge,
-            decode="hold",
+            when=Hold(),
         )
 
     def brings(self) -> Stages:

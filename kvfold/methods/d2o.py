@@ -9,6 +9,7 @@ from kvfold.methods.stages.allocate import density
 from kvfold.methods.stages.merge.most_similar import Decide, Merging, Similarity, merging
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
 from kvfold.methods.stages.select.forced import Forced, Share
+from kvfold.methods.stages.when import when_of
 from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSums
 
@@ -83,7 +84,7 @@ class D2O(Method):
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=self._allocate(),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
-            decode=self.decode,
+            when=when_of(self.decode),
             inexact=density.inexact_because(self.spending, self.allocation, self.skip_layers),
             **merging(self.merge, self.similarity, self.beta, self.decide),
         )

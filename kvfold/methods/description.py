@@ -19,12 +19,6 @@ from kvfold.methods.option_values import as_text as as_text
 from kvfold.methods.option_values import kinds_of
 from kvfold.methods.registry import list_methods, preset
 
-DECODE = {
-    "append": "generated tokens on top",
-    "hold": "holds its size",
-    "every": "back to its size every {} generated tokens",
-    "once": "compresses at the first generated token",
-}
 NOTHING = "nothing"
 # A field of a dataclass, and the comment behind it
 FIELD = re.compile(r"^    (\w+): [^#]*?(?:# (.+))?$", re.MULTILINE)
@@ -144,8 +138,8 @@ def steps(stages: Stages) -> list[StageUse]:
     found += _of("refit", stages.refit)
     found += _of("encode", stages.encode)
     found += _of("token pruning", stages.token_pruning)
-    if stages.score is not None or stages.every:
-        found.append(StageUse("decode", decoding(stages)))
+    if stages.score is not None or stages.rounds:
+        found.append(StageUse("decode", stages.when.describe()))
     if stages.positions != "original":
         found.append(StageUse("positions", "kept tokens re-indexed"))
     return found
@@ -162,8 +156,8 @@ def in_words(stages: Stages) -> str:
     parts += [f"{_words(stages.merge)}"] if stages.merge else []
     parts += ["refits what is kept"] if stages.refit else []
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
-    if stages.score is not None or stages.every:
-        parts.append(decoding(stages))
+    if stages.score is not None or stages.rounds:
+        parts.append(stages.when.describe())
     parts += ["kept tokens re-indexed"] if stages.positions != "original" else []
     parts += ["prunes tokens between layers"] if stages.token_pruning else []
     return ", ".join(parts) or "keeps every entry"
@@ -186,12 +180,6 @@ def forced(stages: Stages) -> str:
     elif recent:
         parts.append(f"the last {recent}")
     return " and ".join(parts)
-
-
-def decoding(stages: Stages) -> str:
-    """Treatment of generated tokens, in words."""
-    kept = ", beside what the prompt left" if stages.prompt == "kept" else ""
-    return DECODE[stages.decode].format(stages.every) + kept
 
 
 def _comments(cls: type[Method]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 from kvfold.errors import KvfoldError
 from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Method, Stages, parse, register, with_part
-from kvfold.methods.stages.decode import Counting, Prompt, Sizes
+from kvfold.methods.stages.when import Counting, Prompt, Rounds, Sizes
 
 
 @register(
@@ -50,13 +50,7 @@ class Every(AddOn):
             raise KvfoldError(f"every:interval is at least 1 token, not {self.interval!r}")
 
     def brings(self) -> Stages:
-        return Stages(
-            decode="every",
-            every=self.interval,
-            prompt=self.prompt,
-            sizes=self.sizes,
-            phase=self.phase,
-        )
+        return Stages(when=Rounds(self.interval, self.prompt, self.sizes, self.phase))
 
 
 def in_rounds(method: Method, interval: int | None) -> Method:

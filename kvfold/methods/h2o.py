@@ -8,6 +8,7 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
 from kvfold.methods.stages.select.forced import Forced, Share
+from kvfold.methods.stages.when import when_of
 from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSums
 
@@ -47,5 +48,5 @@ class H2O(Method):
             score=partial(accumulated_attention, per_visible_query=per_query),
             allocate=uniform,
             forced=Forced(recent=Share(self.recent)),
-            decode=self.decode,
+            when=when_of(self.decode),
         )

@@ -5,6 +5,7 @@ from typing import ClassVar
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.when import Hold
 
 
 @register("local_window", paper="", formula="kept = n − b … n − 1")
@@ -16,4 +17,4 @@ class LocalWindow(Method):
     nested: ClassVar[bool] = True
 
     def stages(self) -> Stages:
-        return Stages(score=recency, allocate=uniform, decode="hold")
+        return Stages(score=recency, allocate=uniform, when=Hold())

@@ -8,10 +8,10 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.decode import Counting
 from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
 from kvfold.methods.stages.score.redundancy import redundancy, shares
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import AtEnd, Counting, Rounds
 from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
@@ -61,14 +61,12 @@ class RKV(Method):
             raise KvfoldError("rkv takes lam and threshold from 0 to 1")
 
     def stages(self) -> Stages:
-        rounds = self.decode == "every"
+        rounds = Rounds(INTERVAL, counting=self.phase)
         return Stages(
             needs=Needs(LastQueries(self.window)),
             score=partial(important_and_new, method=self),
             forced=Forced(recent=self.window),
-            decode=self.decode,
-            every=INTERVAL if rounds else 0,
-            phase=self.phase if rounds else "generated",
+            when=rounds if self.decode == "every" else AtEnd(),
         )
 
 

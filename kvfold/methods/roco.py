@@ -7,6 +7,7 @@ from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
+from kvfold.methods.stages.when import when_of
 from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 
@@ -60,5 +61,5 @@ class RoCo(Method):
                 protect_std_ratio=self.protect_std_ratio,
             ),
             allocate=uniform,
-            decode=self.decode,
+            when=when_of(self.decode),
         )

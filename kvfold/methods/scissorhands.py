@@ -8,6 +8,7 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.score.recent_rows import lasting_attention, seldom_below_average
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import when_of
 from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 from kvfold.observers.stored import PreviousScores
@@ -61,6 +62,5 @@ class Scissorhands(Method):
             needs=Needs(LastQueries(self.window), PreviousScores() if sums else None),
             score=partial(scores, window=self.window),
             forced=Forced(recent=self.recent),
-            decode=self.decode,
-            every=128 if self.decode == "every" else 0,
+            when=when_of(self.decode),
         )

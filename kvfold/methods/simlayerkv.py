@@ -8,6 +8,7 @@ from kvfold.methods.base import Across, Measured, Method, Stages, register
 from kvfold.methods.stages.allocate import lazy
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import AtEnd, Once
 from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
@@ -76,7 +77,7 @@ class SimLayerKV(Method):
         return Stages(
             needs=Needs(LastQueries(self.n_last if self.when == "prefill" else 1)),
             allocate=self._allocate(),
-            decode="once" if self.when == "first_decode" else "append",
+            when=Once() if self.when == "first_decode" else AtEnd(),
         )
 
     def _allocate(self) -> Measured | Across:

@@ -13,6 +13,7 @@ from kvfold.methods.stages.score.observation_window import (
     mean_votes,
 )
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import when_of
 from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
@@ -73,6 +74,5 @@ class SnapKV(Method):
             score=score,
             allocate=uniform,
             forced=Forced(recent=self.window),
-            decode=self.decode,
-            every=128 if self.decode == "every" else 0,
+            when=when_of(self.decode),
         )

@@ -7,6 +7,7 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import when_of
 
 
 @register(
@@ -44,6 +45,6 @@ class StreamingLLM(Method):
             score=recency,
             allocate=uniform,
             forced=Forced(sinks=self.sinks),
-            decode=self.decode,
+            when=when_of(self.decode),
             positions=self.positions,
         )

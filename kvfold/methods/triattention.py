@@ -9,8 +9,8 @@ from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.decode import Prompt
 from kvfold.methods.stages.score.distant_queries import Centres, Over, distant_logits, standardized
+from kvfold.methods.stages.when import Prompt, Rounds
 from kvfold.observers.base import Needs
 from kvfold.observers.query_moments import QueryMomentsNeed
 
@@ -78,10 +78,8 @@ class TriAttention(Method):
         return Stages(
             needs=Needs(moments),
             score=partial(at_later_distances, method=self),
-            agree=self.scope == "model",
-            decode="every",
-            every=128,
-            prompt=self.prompt,
+            level="best" if self.scope == "model" else None,
+            when=Rounds(128, self.prompt),
         )
 
 

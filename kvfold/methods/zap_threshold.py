@@ -9,6 +9,7 @@ from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.above import above
 from kvfold.methods.stages.score.learned import Scorer, learned
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import Rounds
 from kvfold.observers.base import Needs
 from kvfold.observers.fitted import EntryScorer
 from kvfold.observers.stored import KeysBeforeRope
@@ -66,6 +67,5 @@ class ZapThreshold(Method):
                 in_rounds=True,
             ),
             forced=forced,
-            decode="every",
-            every=self.interval,
+            when=Rounds(self.interval),
         )

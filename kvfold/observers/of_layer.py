@@ -50,14 +50,14 @@ class Observers:
         ]
 
     @classmethod
-    def of(cls, needs: Needs, fitted: Mapping[Kind, Any], every: int = 0) -> Observers:
-        """New observers; `fitted` is what files have, `every` the tokens of a round."""
+    def of(cls, needs: Needs, fitted: Mapping[Kind, Any], every: int | None = None) -> Observers:
+        """New observers; `fitted` is what files have, `every` the tokens of a round, if any."""
         by_kind = {kind: need.observer(fitted.get(kind)) for kind, need in needs.by_kind.items()}
         window = cast(WindowQueries, by_kind.get(LastQueries)) or WindowQueries()
         kept = cast(KeptScores, by_kind.get(PreviousScores)) or KeptScores()
         moments = needs.get(QueryMomentsNeed)
         if moments is not None and moments.running:
-            window.answer.width = max(window.answer.width, every)
+            window.answer.width = max(window.answer.width, every or 0)
         return cls(by_kind, window, kept, KeyMoves())
 
     def fresh(self) -> Observers:
@@ -67,7 +67,9 @@ class Observers:
         kept = cast(KeptScores, by_kind.get(PreviousScores)) or KeptScores()
         return Observers(by_kind, window, kept, KeyMoves())
 
-    def adopted(self, needs: Needs, fitted: Mapping[Kind, Any], every: int) -> Observers:
+    def adopted(
+        self, needs: Needs, fitted: Mapping[Kind, Any], every: int | None = None
+    ) -> Observers:
         """Observers for other `needs`, with what these have observed of a text."""
         other = Observers.of(needs, fitted, every)
         own = {k: each for k, each in self.by_kind.items() if k in needs and k not in fitted}

@@ -137,7 +137,7 @@ def policy(method: Method | str) -> Policy:
         reason = "keeps every entry"
     if reason is not None:
         raise KvfoldError(f"{made.method} {reason}, and a policy only chooses: use CompressedCache")
-    if stages.prompt == "kept":
+    if stages.keeps_prompt:
         raise KvfoldError(
             f"{made.method} keeps the whole prompt beside its budget, and a policy chooses among a "
             "prompt's entries: set prompt=counted"

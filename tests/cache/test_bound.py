@@ -69,7 +69,7 @@ BOUNDED += ["keydiff + reindex", "keydiff + match:references=text"]
 @pytest.mark.parametrize("spec", BOUNDED)
 def test_no_step_attends_to_more(model, attended, spec, lengths):
     ids, mask = prompts(lengths)
-    every = 5 if kvfold.parse(spec).stages().decode == "every" else None
+    every = 5 if bool(kvfold.parse(spec).stages().rounds) else None
     cache = CompressedCache(model, spec, every=every, max_cache_tokens=MOST)
     reader = Reader(model, cache, mask if len(lengths) > 1 else None)
     reader(ids)

@@ -29,6 +29,7 @@ from kvfold.cache.fork import end_turn, fork_within
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import IllegalComposition, UnsupportedModel
 from kvfold.hf.models import read_tokens
+from kvfold.methods.stages.when import Hold
 from kvfold.observers.last_queries import LastQueries
 from kvfold.observers.stored import KeysBeforeRope, OutputNorms, TokenIds
 from tests.helpers.models import build, continuation, prompts
@@ -128,7 +129,7 @@ def test_token_ids_of_a_prompt_in_pieces(lengths):
 
 @BATCHES
 def test_token_ids_while_decoding(lengths):
-    method, seen = watching(Needs(TokenIds(), only_attention=True), decode="hold")
+    method, seen = watching(Needs(TokenIds(), only_attention=True), when=Hold())
     reader, ids = reader_of(build("llama"), method, lengths)
     reader(ids)
     for token in continuation(len(ids), 4).split(1, 1):
@@ -313,7 +314,7 @@ def test_unrotated_keys_are_those_of_the_projection(family, lengths):
 def test_unrotated_keys_while_decoding(lengths, positions):
     forced = Forced(sinks=4)
     needs = Needs(KeysBeforeRope())
-    method, seen = watching(needs, decode="hold", positions=positions, forced=forced)
+    method, seen = watching(needs, when=Hold(), positions=positions, forced=forced)
     reader, ids = reader_of(build("llama"), method, lengths)
     keys = ProjectedKeys(reader)
     reader(ids)
@@ -497,7 +498,7 @@ def test_output_norms_are_those_of_the_dense_product(family, norm, order, length
 
 
 def test_output_norms_while_decoding():
-    method, seen = watching(Needs(OutputNorms("l2")), decode="hold")
+    method, seen = watching(Needs(OutputNorms("l2")), when=Hold())
     model = build("llama", torch.bfloat16)
     reader, ids = reader_of(model, method, PADDED)
     weights = OutputWeights(reader.cache, model)
@@ -566,7 +567,7 @@ BEYOND += [Needs(QueryMomentsNeed())]
 
 @pytest.mark.parametrize("needs", BEYOND, ids=str)
 def test_a_graph_that_evicts_is_refused(needs):
-    method, _ = watching(needs, decode="hold")
+    method, _ = watching(needs, when=Hold())
     model, ids = build("llama"), prompts(ALONE)[0]
     cache = CompressedCache(model, method, BUDGET)
     with pytest.raises(KvfoldError, match="compile=True does not go with"):

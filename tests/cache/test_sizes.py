@@ -8,6 +8,7 @@ import torch
 
 import kvfold
 from kvfold import BudgetError, CompressedCache
+from kvfold.methods.stages.when import AtEnd
 from kvfold.store.encoding import EntrySize
 from tests.helpers.budgets import COMPRESSING, encodes
 from tests.helpers.caches import OVERSPENDING, decode, kept, start
@@ -64,7 +65,7 @@ def test_protected_spans_take_room(model, spec):
 @pytest.mark.parametrize("spec", [*ROUNDS, "tova", "h2o", "streaming_llm", "triattention"])
 def test_a_short_row_is_evicted_from_as_alone(model, spec, length):
     """A prompt of one token is no prefill alone, and one beside a longer row."""
-    every = None if kvfold.parse(spec).stages().decode != "append" else 8
+    every = None if not isinstance(kvfold.parse(spec).stages().when, AtEnd) else 8
     ids, mask = prompts((40, length))
     alone = CompressedCache(model, spec, 0.5, every=every)
     padded = CompressedCache(model, spec, 0.5, every=every)

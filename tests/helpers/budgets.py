@@ -11,6 +11,7 @@ import kvfold
 from kvfold.errors import IllegalComposition
 from kvfold.methods.base import preset
 from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.when import Hold
 from kvfold.observers.column_sums import ColumnSums
 from kvfold.observers.fitted import EntryScorer, HeadNumbers
 from kvfold.observers.reconstruction import ContextReconstruction
@@ -40,7 +41,7 @@ def _spec(name: str) -> str:
 
 def holds(spec: str) -> bool:
     """Whether the method evicts at every step, so that decoding keeps its size."""
-    return kvfold.parse(spec).stages().decode == "hold"
+    return isinstance(kvfold.parse(spec).stages().when, Hold)
 
 
 def sums_columns(spec: str) -> bool:

@@ -19,6 +19,7 @@ from kvfold import (
     parse,
 )
 from kvfold.cache.waiting import Waiting
+from kvfold.methods.stages.when import Hold
 from tests.helpers.budgets import SMALL, needs_driver
 from tests.helpers.by_hand import (
     ALONE,
@@ -116,7 +117,7 @@ def test_compositions_compress_and_go_on(spec):
     assert parse(stats.method) == parse(spec)
     if parse(spec).takes_budget:
         # Tokens that came after the compression: generated ones, and with a driver the last read.
-        later = 0 if parse(spec).stages().decode == "hold" else 3 + needs_driver(spec)
+        later = 0 if isinstance(parse(spec).stages().when, Hold) else 3 + needs_driver(spec)
         for row in range(3):
             spent = sum(n for layer in stats.kept for n in layer[row])
             assert spent == LAYERS * 2 * (SMALL + later)

@@ -25,6 +25,7 @@ from kvfold.cache.waiting import Waiting
 from kvfold.methods.base import Composition, Measured, parse
 from kvfold.methods.every import Every
 from kvfold.methods.stages.score import redundancy
+from kvfold.methods.stages.when import AtEnd, Hold, Once, Rounds
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.of_layer import Observers
 from tests.helpers.budgets import SMALL, compressed, moves, sums_columns
@@ -118,7 +119,7 @@ def one_layer(spec: str, budget: int) -> CompressedLayer:
     """A single layer without a model."""
     stages = kvfold.parse(spec).stages()
     plan = Plan(stages, Budget.of(budget), 0, 1, 0)
-    observers = Observers.of(stages.needs, {}, stages.every)
+    observers = Observers.of(stages.needs, {}, stages.interval)
     return CompressedLayer(LayerState(plan, Phase(), Waiting(), None, None, observers), None)
 
 
@@ -610,9 +611,8 @@ def test_what_cannot_be_evicted_in_rounds_is_refused(spec, reason):
 def test_an_interval_of_no_tokens_is_refused():
     with pytest.raises(KvfoldError, match="at least 1 token"):
         kvfold.parse("snapkv + every:interval=0")
-    for stages in ({"decode": "every"}, {"every": 4}):
-        with pytest.raises(IllegalComposition, match="goes with every="):
-            kvfold.Stages(**stages)
+    with pytest.raises(IllegalComposition, match="1 token or more"):
+        Rounds(0)
 
 
 @pytest.mark.parametrize("interval", [0, -1, 1.5, float("nan"), "abc", None, True])
@@ -633,27 +633,56 @@ PER_HEAD = Measured(lambda seen: seen.positions.new_full((1, 2), 5), per_head=Tr
 @pytest.mark.parametrize(
     ("stages", "reason"),
     [
-        ({"decode": "evry"}, "decode is append or hold or every or once, not 'evry'"),
-        ({"prompt": "keep"}, "prompt is counted or kept"),
         ({"positions": None}, "positions is original or reindex"),
-        ({"decode": "every", "every": 1.5}, "1 token or more"),
-        ({"decode": "every", "every": "3"}, "1 token or more"),
-        ({"decode": "every", "every": -3}, "1 token or more"),
-        ({"every": -3}, "goes with every="),
-        ({"prompt": "kept"}, 'goes with decode="every"'),
-        ({"prompt": "kept", "decode": "hold"}, 'goes with decode="every"'),
-        ({"sizes": "once"}, "sizes is fixed or again"),
-        ({"sizes": "again"}, 'goes with decode="every"'),
-        (
-            {"decode": "every", "every": 3, "allocate": PER_HEAD},
-            "allocation per head",
-        ),
-        ({"decode": "hold", "allocate": PER_HEAD}, "allocation per head"),
+        ({"when": Rounds(3), "allocate": PER_HEAD}, "allocation per head"),
+        ({"when": Hold(), "allocate": PER_HEAD}, "allocation per head"),
     ],
 )
 def test_stages_that_would_be_ignored_are_refused(stages, reason):
     with pytest.raises(IllegalComposition, match=reason):
         kvfold.Stages(**stages)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"every": 1.5}, "1 token or more"),
+        ({"every": "3"}, "1 token or more"),
+        ({"every": -3}, "1 token or more"),
+        ({"every": 3, "prompt": "keep"}, "prompt is counted or kept"),
+        ({"every": 3, "sizes": "once"}, "sizes is fixed or again"),
+        ({"every": 3, "counting": "all"}, "counting is generated or absolute"),
+    ],
+)
+def test_rounds_that_there_are_not_are_refused(options, reason):
+    with pytest.raises(IllegalComposition, match=reason):
+        Rounds(**options)
+
+
+OLD = [
+    ({"decode": "hold"}, Hold()),
+    ({"decode": "once"}, Once()),
+    ({"decode": "append"}, AtEnd()),
+    ({"decode": "every", "every": 5}, Rounds(5)),
+    (
+        {"decode": "every", "every": 5, "prompt": "kept", "sizes": "again", "phase": "absolute"},
+        Rounds(5, "kept", "again", "absolute"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "when"), OLD, ids=str)
+def test_options_of_before_are_taken_with_a_warning(options, when):
+    with pytest.warns(DeprecationWarning, match="when="):
+        assert kvfold.Stages(**options) == kvfold.Stages(when=when)
+
+
+@pytest.mark.parametrize(
+    "options", [{"decode": "evry"}, {"every": 3}, {"prompt": "kept"}, {"decode": "every"}], ids=str
+)
+def test_options_of_before_that_name_no_time_are_refused(options):
+    with pytest.warns(DeprecationWarning), pytest.raises(IllegalComposition, match="no time"):
+        kvfold.Stages(**options)
 
 
 def test_a_prompt_that_is_neither_counted_nor_kept_is_refused():
@@ -678,14 +707,14 @@ def test_rounds_of_a_cache_are_those_of_the_composition(model):
 class Newest(kvfold.Method):
     def stages(self) -> kvfold.Stages:
         score = kvfold.parse("streaming_llm_original").stages().score
-        return kvfold.Stages(score=score, decode="every", every=4, prompt="kept")
+        return kvfold.Stages(score=score, when=Rounds(4, "kept"))
 
 
 def test_rounds_of_a_method_yield_to_those_asked_for():
     stages = Composition((Newest(), Every(9, sizes="again"))).stages()
-    assert (stages.every, stages.prompt, stages.sizes) == (9, "counted", "again")
+    assert stages.when == Rounds(9, sizes="again")
     kept_beside = Composition((Newest(), kvfold.parse("adakv"))).stages()
-    assert (kept_beside.every, kept_beside.prompt) == (4, "kept")
+    assert kept_beside.when == Rounds(4, "kept")
 
 
 def test_compiled_decoding_is_refused(model):

@@ -38,6 +38,7 @@ from kvfold.jobs import executor as workers
 from kvfold.methods import registry
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.when import Rounds
 from kvfold.observers.last_queries import LastQueries
 from kvfold.observers.stored import PreviousScores
 from tests.helpers.commands import kvfold_command, refused
@@ -622,7 +623,7 @@ class NotesBudget(Method):
 
     def stages(self) -> Stages:
         needs = Needs(PreviousScores())
-        return Stages(needs=needs, score=noted_budget, decode="every", every=8)
+        return Stages(needs=needs, score=noted_budget, when=Rounds(8))
 
 
 told: list[list[int] | None] = []

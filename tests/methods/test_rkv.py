@@ -13,6 +13,7 @@ from kvfold.methods import rkv
 from kvfold.methods.rkv import RKV, important_and_new
 from kvfold.methods.stages.score import redundancy as module
 from kvfold.methods.stages.score.redundancy import redundancy, shares
+from kvfold.methods.stages.when import AtEnd, Rounds
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     PADDED,
@@ -132,9 +133,9 @@ def test_official_rounds_count_the_whole_text_after_an_edit():
 
 def test_rounds_are_every_128_tokens_unless_asked_otherwise():
     stages = kvfold.parse("rkv").stages()
-    assert (stages.decode, stages.every) == ("every", 128)
-    assert kvfold.parse("rkv + every:interval=9").stages().every == 9
-    assert kvfold.parse("rkv:decode=append + kivi").stages().decode == "append"
+    assert stages.when == Rounds(128)
+    assert kvfold.parse("rkv + every:interval=9").stages().interval == 9
+    assert kvfold.parse("rkv:decode=append + kivi").stages().when == AtEnd()
 
 
 @pytest.mark.parametrize("options", ["lam=1.5", "lam=nan", "threshold=-1", "window=0", "kernel=2"])

@@ -113,7 +113,7 @@ def test_a_short_row_of_a_batch_keeps_what_it_keeps_alone(preset):
 
 def test_defaults_are_the_paper_s():
     stages = kvfold.parse("scissorhands").stages()
-    assert (window_of(stages.needs), stages.forced.recent, stages.every) == (400, 10, 128)
+    assert (window_of(stages.needs), stages.forced.recent, stages.interval) == (400, 10, 128)
     assert kvfold.parse("scissorhands_kvcf") == kvfold.parse("scissorhands:rule=sums,recent=0")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kvfold import parse
 from kvfold.methods.base import Across, Measured
+from kvfold.methods.stages.when import AtEnd, Once
 from kvfold.observers.last_queries import window_of
 from tests.helpers.by_hand import (
     ALONE,
@@ -67,7 +68,7 @@ def test_simlayerkv_asks_the_queries_it_names():
     for when, window in (("last_query", 1), ("first_decode", 1), ("prefill", 5)):
         stages = parse(f"simlayerkv:when={when},n_last=5").stages()
         assert window_of(stages.needs) == window
-        assert stages.decode == ("once" if when == "first_decode" else "append")
+        assert stages.when == (Once() if when == "first_decode" else AtEnd())
     seen = observe([40], layer=1)
     sizes = set()
     for when in ("last_query", "prefill,n_last=5", "prefill,n_last=5,recent=30"):

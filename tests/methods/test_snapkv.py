@@ -9,6 +9,7 @@ import torch
 import kvfold
 from kvfold import KvfoldError
 from kvfold.methods.stages.score.observation_window import candidate_votes
+from kvfold.methods.stages.when import Rounds
 from kvfold.observers.last_queries import window_of
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
@@ -59,7 +60,7 @@ def test_snapkv_decode_keeps_what_the_answer_s_largest_logits_share(lengths, int
 
 def test_snapkv_decode_evicts_after_128_tokens():
     stages = kvfold.parse("snapkv_decode").stages()
-    assert (stages.decode, stages.every, stages.prompt) == ("every", 128, "counted")
+    assert stages.when == Rounds(128)
     assert window_of(stages.needs) == stages.forced.recent == 8
 
 

@@ -19,6 +19,7 @@ from kvfold.hf.scorer_file import write_fitted
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import query_moments
 from kvfold.methods.stages.score.distant_queries import Centres, distant_logits, standardized
+from kvfold.methods.stages.when import Rounds
 from kvfold.methods.triattention import TriAttention, at_later_distances
 from kvfold.observers.query_moments import QueryMomentsNeed
 from kvfold.policies.method_policy import policy
@@ -301,7 +302,7 @@ def test_one_set_for_the_model_divides_a_budget_in_bytes_evenly():
 
 def test_rounds_are_every_128_tokens_beside_the_prompt():
     stages = kvfold.parse("triattention").stages()
-    assert (stages.decode, stages.every, stages.prompt) == ("every", 128, "kept")
+    assert stages.when == Rounds(128, "kept")
     reader = start(build("llama"), "triattention", (30,), budget=10)
     assert kept(reader.cache) == [30]
 

@@ -28,6 +28,7 @@ from kvfold.cache.fork import end_turn, fork_within
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import IllegalComposition, UnsupportedModel
 from kvfold.hf.models import read_tokens
+from kvfold.methods.stages.when import Hold, Rounds
 from kvfold.observers import query_moments as running_moments
 from tests.helpers.caches import counted_bytes, reachable_bytes
 from tests.helpers.models import build, continuation, prompts
@@ -148,7 +149,7 @@ def test_moments_of_a_prompt_in_pieces_and_of_a_later_turn(lengths, monkeypatch)
 
 
 def test_moments_of_the_prompt_stay_while_an_answer_is_evicted():
-    method, seen = watching(decode="every", every=3)
+    method, seen = watching(when=Rounds(3))
     reader, ids = reader_of(build("llama"), method, PADDED)
     queries, mask = QueriesBeforeRope(reader), prompts(PADDED)[1]
     reader(ids)
@@ -171,7 +172,7 @@ def test_moments_are_let_go_when_nothing_else_reads_them():
 
 
 def test_a_prompt_of_one_token_has_no_moments():
-    method, seen = watching(decode="hold")
+    method, seen = watching(when=Hold())
     reader, ids = reader_of(build("llama"), method, ALONE)
     for token in ids[:, : BUDGET + 1].split(1, 1):
         reader(token)
@@ -192,7 +193,7 @@ def test_moments_of_a_fork_are_those_of_its_own_turn():
 
 
 def test_questions_to_a_frozen_cache_are_not_counted():
-    method, seen = watching(decode="every", every=3)
+    method, seen = watching(when=Rounds(3))
     reader, ids = reader_of(build("llama"), method, ALONE)
     queries = QueriesBeforeRope(reader)
     reader(ids)
@@ -287,6 +288,6 @@ def test_moments_of_different_queries_are_refused():
 
 def test_a_graph_that_evicts_is_refused():
     model, ids = build("llama"), prompts(ALONE)[0]
-    cache = CompressedCache(model, watching(decode="hold")[0], BUDGET)
+    cache = CompressedCache(model, watching(when=Hold())[0], BUDGET)
     with pytest.raises(KvfoldError, match="compile=True does not go with"):
         kvfold.generate(model, ids, cache=cache, max_new_tokens=2, compile=True)

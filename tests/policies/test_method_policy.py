@@ -18,6 +18,7 @@ from kvfold import BudgetError, CompressedCache, KvfoldError
 from kvfold.bundled import FOLDER
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.when import Once
 from kvfold.observers.base import Needs
 from kvfold.observers.stored import TokenIds
 from kvfold.policies import Kept, Policy, Prefill, Rope, policy
@@ -216,7 +217,7 @@ class LateIds(Method):
     """An own method, not registered: keeps the entries of the highest token ids."""
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(TokenIds()), score=_ids, decode="once")
+        return Stages(needs=Needs(TokenIds()), score=_ids, when=Once())
 
 
 def _ids(observation: Observation) -> Tensor:

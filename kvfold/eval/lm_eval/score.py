@@ -17,6 +17,7 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Method
+from kvfold.methods.stages.when import Once
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def check_crops(method: Method) -> None:
 
     Scoring crops each continuation from the cache, which such a compression would not survive.
     """
-    if method.stages().decode == "once":
+    if isinstance(method.stages().when, Once):
         raise KvfoldError(
             f"{method} compresses at the first generated token, but a scored continuation is "
             "removed from the cache again: choose a variant that compresses when the prompt ends"

@@ -17,6 +17,7 @@ from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.hf.models import caches_latents
 from kvfold.measure.cost import Cost, measured
 from kvfold.methods.base import Method
+from kvfold.methods.stages.when import Once
 
 # Reads a batch into a cache; returns the batch as `generate` is to go on with it.
 Read = Callable[[CompressedCache], PromptBatch]
@@ -42,7 +43,8 @@ def reads_for_others(model: PreTrainedModel, method: Method) -> bool:
     forward, and for methods that compress at the first generated token.
     """
     stages = method.stages()
-    return not (stages.token_pruning or stages.decode == "once" or caches_latents(model))
+    later = isinstance(stages.when, Once)
+    return not (stages.token_pruning or later or caches_latents(model))
 
 
 @torch.no_grad()

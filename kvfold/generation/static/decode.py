@@ -27,6 +27,7 @@ from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
 from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Stages
+from kvfold.methods.stages.when import Hold, Once
 from kvfold.observers.column_sums import ColumnSums
 from kvfold.observers.surprise import SurpriseNeed
 
@@ -104,7 +105,7 @@ def fixed(layer: CompressedLayer, room: int) -> StaticLayer:
     state = layer.state
     if not state.stored().is_dense:
         return StaticRagged(layer)
-    if state.plan.stages.decode == "hold" and not state.phase.frozen:
+    if isinstance(state.plan.stages.when, Hold) and not state.phase.frozen:
         return StaticEvicting(layer, room)
     return StaticDense(layer, room)
 
@@ -211,14 +212,14 @@ def _step_of(stages: Stages) -> str | None:
     """Work of a method's steps that a graph cannot do; None if there is none."""
     if stages.positions == "reindex":
         return "moves its sinks at every step"
-    if stages.decode == "hold":
+    if isinstance(stages.when, Hold):
         alone = stages.merge is None or stages.merge_one is not None
         if stages.needs.beyond_attention:
             return "reads more than entries and attention at every step"
         return None if alone else "merges an evicted entry into many others at every step"
-    if stages.decode == "every":
-        return f"evicts many entries at once after every {stages.every} tokens"
-    if stages.decode == "once":
+    if stages.rounds is not None:
+        return f"evicts many entries at once after every {stages.rounds.every} tokens"
+    if isinstance(stages.when, Once):
         return "may still compress the prompt at every step"
     if SurpriseNeed in stages.needs:
         return "reads the logits of each token at every step"

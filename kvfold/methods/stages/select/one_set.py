@@ -13,6 +13,8 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.stages.select.top import top
 
 Rule = Literal["mass", "votes", "union"]
+# "best": each entry counts as in the layer and head that score it highest, the same for all
+Level = Rule | Literal["best"]
 
 
 def one_set(
