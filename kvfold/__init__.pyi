@@ -94,6 +94,10 @@ from kvfold.methods.sirllm import SirLLM as SirLLM
 from kvfold.methods.sizes import Sizes as Sizes
 from kvfold.methods.snapkv import SnapKV as SnapKV
 from kvfold.methods.stages.select.forced import Forced as Forced
+from kvfold.methods.stages.when import AtEnd as AtEnd
+from kvfold.methods.stages.when import Hold as Hold
+from kvfold.methods.stages.when import Once as Once
+from kvfold.methods.stages.when import Rounds as Rounds
 from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
 from kvfold.methods.think import ThinK as ThinK
 from kvfold.methods.tova import TOVA as TOVA
@@ -101,9 +105,19 @@ from kvfold.methods.triattention import TriAttention as TriAttention
 from kvfold.methods.turboquant import TurboQuant as TurboQuant
 from kvfold.methods.zap import Zap as Zap
 from kvfold.methods.zap_threshold import ZapThreshold as ZapThreshold
+from kvfold.observers.base import Need as Need
 from kvfold.observers.base import Needs as Needs
+from kvfold.observers.base import Observer as Observer
 from kvfold.observers.chunk_sums import ChunkSumsNeed as ChunkSumsNeed
+from kvfold.observers.column_sums import ColumnSquares as ColumnSquares
+from kvfold.observers.column_sums import ColumnSums as ColumnSums
+from kvfold.observers.last_queries import LastQueries as LastQueries
 from kvfold.observers.query_moments import QueryMomentsNeed as QueryMomentsNeed
+from kvfold.observers.stored import KeysBeforeRope as KeysBeforeRope
+from kvfold.observers.stored import OutputNorms as OutputNorms
+from kvfold.observers.stored import PreviousScores as PreviousScores
+from kvfold.observers.stored import TokenIds as TokenIds
+from kvfold.observers.surprise import PromptTokens as PromptTokens
 from kvfold.observers.surprise import SurpriseNeed as SurpriseNeed
 
 __version__: str

@@ -41,7 +41,7 @@ TESTED_BY = {
     "cache/prefill.py": "methods/test_every_method.py",
     "cache/refit.py": "methods/test_match.py",
     "cache/rounds.py": "methods/test_every.py",
-    "cache/waiting.py": "cache/test_decode.py",
+    "cache/barrier.py": "cache/test_decode.py",
     "observers/call.py": "properties/test_exactness.py",
     "observers/column_sums.py": "methods/test_evicting_while_decoding.py",
     "observers/fitted.py": "methods/test_zap.py",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvfold.cache.phase import Phase
-from kvfold.cache.state import LayerState
+from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
 from kvfold.cache.stats import Stats
+from kvfold.methods.stages.when import Hold
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -23,7 +24,7 @@ def stats_of(cache: CompressedCache) -> Stats:
     entries, positions, slack = (
         (sum(each) for each in zip(*parts, strict=True)) if parts else (0, 0, 0)
     )
-    beside = sum(state.nbytes_beside() for state in started) + _bytes_of_all_layers(phase)
+    beside = sum(_beside(state) for state in started) + _bytes_of_all_layers(phase)
     return Stats(
         method=str(cache.method),
         budget="none" if cache.budget is None else str(cache.budget),
@@ -41,7 +42,7 @@ def stats_of(cache: CompressedCache) -> Stats:
         other_layers={i: type(layer).__name__ for i, layer in cache.other_layers().items()},
         forced_over_budget=any(state.over_budget for state in started),
         inexact=cache.method.stages().inexact,
-        later=max((state.later() for state in started), default=0),
+        later=max(map(_later, started), default=0),
         later_budget=phase.own_size,
         errors=[[] if s.error is None else s.error.mean(0).tolist() for s in started],
         refits=[[] if s.refit is None else s.refit.mean(0).tolist() for s in started],
@@ -66,6 +67,21 @@ def nbytes_per_row(cache: CompressedCache) -> list[int]:
     return [round(row + shared / len(rows)) for row in rows]
 
 
+def _beside(state: LayerState) -> int:
+    """Bytes of all tensors beside the store."""
+    tensors = [getattr(state, name) for name in (*PER_HEAD, *PER_ROW)]
+    given = None if state.reindexed is None else state.reindexed.given
+    return _nbytes(*tensors, state.sequence.valid, given) + state.observers.nbytes()
+
+
+def _later(state: LayerState) -> int:
+    """Most entries of a head that were appended after the last eviction."""
+    holds = state.capacity is not None and isinstance(state.plan.stages.when, Hold)
+    if holds and not state.phase.frozen:
+        return 0
+    return int((state.columns() >= state.settled).sum(-1).max())
+
+
 def _beside_per_row(state: LayerState, longest: list[int]) -> list[float]:
     """Bytes beside the store of each row alone, whose longest head holds `longest` entries.
 
@@ -73,7 +89,7 @@ def _beside_per_row(state: LayerState, longest: list[int]) -> list[float]:
     """
     store, rows = state.stored(), len(longest)
     per_entry = state.observers.number_bytes()
-    others = state.nbytes_beside() - per_entry - _nbytes(state.sequence.valid)
+    others = _beside(state) - per_entry - _nbytes(state.sequence.valid)
     return [
         (others + per_entry * (count + store.dead) / max(1, store.length)) / rows
         for count in longest

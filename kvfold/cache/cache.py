@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from kvfold.attention import handshake
 from kvfold.attention.padding import announce, forget_announced
 from kvfold.cache import model_trial, setup
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
 from kvfold.cache.continuation import check_mask, check_plain_prompt, padding_rules
@@ -33,7 +34,6 @@ from kvfold.cache.shrink import check_nested
 from kvfold.cache.spans import spans_of
 from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
-from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
@@ -47,6 +47,7 @@ from kvfold.hf.stock_layers import (
     stock_layers,
     take_rows,
 )
+from kvfold.kernels.full_precision import any_cast
 from kvfold.methods.base import Method, parse
 from kvfold.methods.layer_budgets import Given
 from kvfold.observers.reconstruction import ContextReconstruction
@@ -104,7 +105,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
         setup.prepare(model, trial)
         self.phase, self.binding = Phase.of(stages.needs), ModelBinding(model, tokenizer)
-        shared = setup.Shared(self.phase, Waiting(), self.binding)
+        shared = setup.Shared(self.phase, Barrier(), self.binding)
         setup.put_compressed_layers(
             layers, model, stages, self.fits, self.budget, seed, self.ranks, shared, keep_scores
         )
@@ -165,7 +166,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         level = not first or layer.state.seen == self.states[-1].seen
         told = self._forward.begun is not None  # else of an inner model's forward
         self.binding.asked(first, level, step=told or key_states.shape[2] == 1)
-        keys, values = layer.update(key_states, value_states)
+        store = layer.update if any_cast() or not layer.is_initialized else layer.state.append
+        keys, values = store(key_states, value_states)
         return handshake.hand_out(keys, values, index, layer), values
 
     _store_outside_of_graphs = torch.compiler.disable(_store)
@@ -192,7 +194,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._forward.begin(start, self._is_level)
         check_mask(self, mask, new)
         self.phase.expect(ids, start)
-        self.states[0].waiting.take_unjudged()  # of a forward that failed
+        self.states[0].barrier.unjudged.take()  # of a forward that failed
 
     def _is_level(self) -> bool:
         """True if all layers have stored, and attended to, the same tokens."""
@@ -210,7 +212,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
             self.phase.note_read(ids, self._forward.begun, logits, self.tokens_read())
         self.phase.forget_incoming()
         self._forward.close()
-        evict_judged(self.states[0].waiting)
+        evict_judged(self.states[0].barrier)
 
     def forward_failed(self, seen: int) -> None:
         """Notes that a forward that began at `seen` columns stored tokens and then failed."""
@@ -332,7 +334,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         """Empties the cache."""
         reset_layers(self.layers)
         self.phase.reset()
-        self.states[0].waiting.reset()
+        self.states[0].barrier.reset()
         self.per_chunk = self._before_freezing = self.rope_deltas = self.binding.read_by = None
         self._forward.close()
         self.binding.answered()
@@ -372,8 +374,6 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.phase.index(lambda x: x.index_select(0, rows.to(x.device)))
         share_pairs(state.store for state in self.states)
 
-    # --- contents ---------------------------------------------------------------------------
-
     @property
     def rows(self) -> int:
         """Rows B of the batch; 0 before the first token."""
@@ -387,8 +387,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     def positions(self, layer: int) -> list[list[Tensor]]:
         """Columns stored by compressible layer `layer`, ascending: `[B][H]` of 1-D int64 tensors.
 
-        Columns are those of the attention mask: in a left-padded batch they count the padding,
-        which is never listed itself.
+        Columns are those of the attention mask: padding counts, and is never listed itself.
         """
         own = self.states[layer]
         if own.store is None:

@@ -53,9 +53,9 @@ def take_over(cache: CompressedCache, budget: Given, method: Method) -> Compress
     other.method, other.budget, other.fits = method, made, fits
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
-        state.plan = replace(state.plan, stages=own, budget=made)
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
-        state.observers = state.observers.adopted(own.needs, fitted, own.interval)
+        observers = state.observers.adopted(own.needs, fitted, own.interval)
+        state.adopt(replace(state.plan, stages=own, budget=made), observers)
     with other.reading():
         pass
     return other

@@ -80,9 +80,9 @@ def evict_after_token(state: LayerState, call: AttentionCall) -> None:
     """Evicts down to the layer's capacity after a generated token."""
     assert state.plan.budget is not None
     if state.capacity is None and state.rounds == 0 and state.plan.budget.kind != "ratio":
-        state.capacity = size_of(state, observation_of(state, call))
+        state.note_size(size_of(state, observation_of(state, call)))
     if state.capacity is not None:
-        state.rounds += 1
+        state.begin_eviction()
         evict(state, observation_of(state, call), state.capacity)
 
 
@@ -92,21 +92,25 @@ def evict_one(calls: Calls) -> None:
     Layers of one shape are joined: their tensors are so small that many layers take hardly longer
     than one.
     """
-    stores = {state: state.dense_store() for state in calls}
+    stores: Stores = {}
+    rounds = {state: state.rounds + 1 for state in calls}
+    for state in calls:
+        store = state.store
+        assert isinstance(store, DenseStore)
+        stores[state] = store
     slots = _leaving_slots(calls, stores)
     stages = next(iter(slots)).plan.stages
     for state, slot in slots.items():
         stores[state].drop(slot)
-        state.surplus = 0
-        state.note_eviction()
-    merge = stages.merge_one
+    merge, merging = stages.merge_one, {state: state.merging for state in slots}
     if merge is not None:
         for alike in _grouped(slots, partial(_entry_kind, stores)).values():
             changes = merge(_merge_inputs(alike, slots, calls, stores))
             for state, change in zip(alike, changes, strict=True):
                 stores[state].change(change.slot, change.keys, change.values, change.norms)
-                state.merging = change.state
+                merging[state] = change.state
     for state in slots:
+        state.note_one_left(rounds[state], merging[state])
         if stores[state].crowded:
             state.copy_alive()
 
@@ -161,8 +165,6 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
         seen = [_observed_row(state, calls[state]) for state in alike]
         return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
     rows = joined([row for state in alike if (row := calls[state].row) is not None])
-    for state in alike:
-        state.rounds += 1
     sums = None
     if ColumnSums in needs.by_kind:
         sums = mean_of_heads(rows, heads)
@@ -179,7 +181,7 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
 def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
     """Observation of a layer after a single query with an observed attention row."""
     assert call.row is not None
-    state.rounds += 1
+    state.begin_eviction()
     needs, observers = state.plan.stages.needs, state.observers
     if ColumnSums in needs.by_kind:
         sums = mean_of_heads(call.row, call.key.shape[1])

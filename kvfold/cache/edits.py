@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache import setup
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.history import History
 from kvfold.cache.open_forward import OpenForward
 from kvfold.cache.phase import Phase
 from kvfold.cache.renumber import Inserted, Renumbering, renumbered
 from kvfold.cache.spans import Span, span_of, whole_number
 from kvfold.cache.state import LayerState
-from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import read_tokens, text_config
 from kvfold.observers.column_sums import ColumnSums
@@ -153,8 +153,7 @@ def joined(first: CompressedCache, second: CompressedCache, skip: int) -> Compre
     new_tokens = New(states, None if ids is None else ids[:, skip:], own.seen)
     whole = _copy(first, room, new_tokens, [p for span in second.protect for p in by.spans(span)])
     for state in whole.states:
-        state.evicted_at = state.settled = state.seen
-        state.turn_end = None if state.turn_end is None else state.seen
+        state.end_turn()
     return whole
 
 
@@ -289,7 +288,7 @@ def _copy(
     other.protect = (*stay, *protect)
     other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
     other.phase = _phase(cache.phase, by, new)
-    waiting: Waiting[LayerState] = Waiting()
+    barrier: Barrier[LayerState] = Barrier()
     stages = setup.stages_of(cache.method, other.protect, cache.ranks, cache.fits)
     other.layers = []
     for index, layer in enumerate(cache.compressed_layers):
@@ -297,9 +296,8 @@ def _copy(
         edited.binding = other.binding
         state = renumbered(layer.state, by, None if new is None else new.of_layer(index))
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
-        state.plan = replace(state.plan, stages=own)
-        state.phase, state.waiting = other.phase, waiting
-        edited.state = state
+        plan = replace(state.plan, stages=own)
+        edited.state = replace(state, plan=plan, phase=other.phase, barrier=barrier)
         other.layers.append(edited)
     return other
 

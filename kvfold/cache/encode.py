@@ -16,16 +16,14 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     Rows that have ended stay as they are. When a prefill ends, these are the rows whose newest
     column is padding; while decoding, those with padding in any column since the last compression.
     """
-    store, waiting = state.ragged_store(), state.waiting
+    store = state.ragged_store()
     tokens = state.sequence.tokens()
     ended = [] if tokens is None else _ended(tokens, store.new[0] if decoding else 1)
     if not store.pairs:
         if store.encode_due(decoding, observation, ended, state.sequence.positions):
             state.stay()
-    elif waiting.first_of_pair is None:
-        waiting.first_of_pair = state
-    else:
-        first, waiting.first_of_pair = waiting.first_of_pair, None
+        return
+    for first in state.barrier.paired.arrive(state, 2)[:1]:
         if first.ragged_store().encode_with(store, decoding, ended):
             first.stay()
             state.stay()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
 from kvfold.cache.state import LayerState
-from kvfold.cache.waiting import Waiting
 from kvfold.errors import BudgetError
 from kvfold.hf.models import read_tokens
 from kvfold.methods.base import Stages
@@ -38,12 +38,12 @@ def fork(cache: CompressedCache) -> CompressedCache:
     reader = copy.copy(cache)
     old, reader.reads_logits = cache.phase, False
     reader.phase = Phase(old.reads_ids, frozen=True, prefix=old.prefix, history=old.history)
-    waiting: Waiting[LayerState] = Waiting()
+    barrier: Barrier[LayerState] = Barrier()
     reader.binding = copy.deepcopy(cache.binding)
     reader.binding.answered()
     reader._forward = dataclasses.replace(cache._forward)
     reader.layers = [
-        _fork_layer(layer, reader.phase, waiting, reader.binding)
+        _fork_layer(layer, reader.phase, barrier, reader.binding)
         if isinstance(layer, CompressedLayer)
         else copy.deepcopy(layer)
         for layer in cache.layers
@@ -52,7 +52,7 @@ def fork(cache: CompressedCache) -> CompressedCache:
 
 
 def _fork_layer(
-    layer: CompressedLayer, phase: Phase, waiting: Waiting[LayerState], binding: ModelBinding
+    layer: CompressedLayer, phase: Phase, barrier: Barrier[LayerState], binding: ModelBinding
 ) -> CompressedLayer:
     other, state = copy.copy(layer), layer.state
     # Sinks move by the number of evicted tokens only, and a fork evicts none.
@@ -61,7 +61,7 @@ def _fork_layer(
     other.state = dataclasses.replace(
         state,
         phase=phase,
-        waiting=waiting,
+        barrier=barrier,
         store=state.stored().fork(),
         sequence=dataclasses.replace(state.sequence),
         evicted_at=state.seen,
@@ -93,9 +93,10 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
     reader = fork(cache)
     reader.phase.own_size = size
     for layer in reader.compressed_layers:
-        layer.state.plan = dataclasses.replace(layer.state.plan, stages=stages)
-        layer.state.observers = layer.state.observers.adopted(stages.needs, {})
-        layer.state.next_round = None  # rounds are those of the document's method
+        state = layer.state
+        observers = state.observers.adopted(stages.needs, {})
+        state.adopt(dataclasses.replace(state.plan, stages=stages), observers)
+        state.end_round()  # rounds are those of the document's method
     return reader
 
 

@@ -17,6 +17,7 @@ from kvfold.attention.attend import (
 )
 from kvfold.attention.handshake import changed
 from kvfold.attention.mask import valid_columns
+from kvfold.cache.barrier import is_too_much
 from kvfold.cache.decode import evict_after_token, evict_one, evicts_one, predicted_slot
 from kvfold.cache.encode import encode_due
 from kvfold.cache.model_binding import ModelBinding
@@ -33,7 +34,7 @@ from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.full_precision import any_cast, full_precision, is_cast
 from kvfold.kernels.single_query import attend_single
-from kvfold.methods.stages.when import Hold, Rounds
+from kvfold.methods.stages.when import Hold, Once, Rounds
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from kvfold.observers.reconstruction import ContextReconstruction
@@ -69,7 +70,6 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.state.plan.ranks.check_heads(key_states.shape[1])
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.state.store = DenseStore(key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -82,21 +82,9 @@ class CompressedLayer(CacheLayerMixin):
         if any_cast() and is_cast(key_states):
             with torch.autocast(key_states.device.type, enabled=False):
                 return self.update(*self._in_one_dtype(key_states, value_states))
-        state, new = self.state, key_states.shape[2]
-        if state.store is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            stored = state.dense_store().dense()
-        else:
-            own = state.phase.frozen or state.phase.own_size is not None
-            if new > 1 and not own and state.store.dead:
-                state.copy_alive()
-            stored = state.store.append(key_states, value_states, state.sequence.seen)
-        state.sequence.seen += new
-        if state.surplus is not None:
-            state.surplus += new
-        if state.reindexed is not None:
-            state.settle_sinks()  # in place
-        return stored
+        return self.state.append(key_states, value_states)
 
     def reset(self) -> None:
         self.state.reset()
@@ -151,6 +139,11 @@ class CompressedLayer(CacheLayerMixin):
                 "under this torch.autocast: leave it, or read the text under it too"
             )
         return keys.to(wide), values.to(wide)
+
+    def note_restored(self) -> None:
+        """Notes that the layer's state was read from a file."""
+        self.dtype, self.device = self.state.stored().keys.dtype, self.state.stored().keys.device
+        self.is_initialized = True
 
     # --- attention's side -------------------------------------------------------------------
 
@@ -267,15 +260,15 @@ class CompressedLayer(CacheLayerMixin):
 
     def finish(self, call: AttentionCall) -> None:
         """Observes a call after the layer has attended, and evicts when due."""
-        state, waiting = self.state, self.state.waiting
+        state, barrier = self.state, self.state.barrier
         if call.row is None:
             self._observe_and_evict(call)
         else:
-            waiting.evicting[state] = call
-        if waiting.evicting:
+            barrier.leaving.arrived.append((state, call))
+        if barrier.leaving.arrived:
             last = state.plan.layer == state.plan.layers - 1
-            if last or waiting.is_too_much():
-                evict_one(waiting.take_evicting())
+            if last or is_too_much(barrier.leaving.arrived):
+                evict_one(dict(barrier.leaving.take()))
 
     def _observe_and_evict(self, call: AttentionCall) -> None:
         state, phase, stages = self.state, self.state.phase, self.state.plan.stages
@@ -303,8 +296,8 @@ class CompressedLayer(CacheLayerMixin):
             note_token(state, call)
             if stages.encode is not None and not state.stored().is_dense:
                 encode_due(state, decoding=True)
-        elif state.late:
-            state.late = False
+        elif isinstance(stages.when, Once) and state.next_round is not None:
+            state.end_round()
             size_and_evict(state, observation_of(state, call))
         elif stages.encode is not None and not state.stored().is_dense:
             encode_due(state, decoding=True)
@@ -329,9 +322,10 @@ class CompressedLayer(CacheLayerMixin):
     def adopt(self, columns: Tensor, valid: Tensor) -> None:
         """Sets `columns [B, T]` of the entries just stored; `valid [B, N]` are its tokens."""
         state = self.state
-        state.sequence = LogicalSequence(valid.shape[1], None if bool(valid.all()) else valid)
-        state.rounds += 1
-        state.settled = state.seen
+        whole = None if bool(valid.all()) else valid
+        state.put(state.stored(), LogicalSequence(valid.shape[1], whole))
+        state.begin_eviction()
+        state.settle()
         if columns.shape[1] < valid.shape[1]:
             state.dense_store().place(columns[:, None])
             state.stay()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.observe import judged
 from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.state import LayerState
-from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.full_precision import full_precision
 
@@ -63,7 +63,7 @@ class OpenForward:
 
 @full_precision
 @torch.no_grad()
-def evict_judged(waiting: Waiting[LayerState]) -> None:
+def evict_judged(barrier: Barrier[LayerState]) -> None:
     """Evicts the layers that waited for the logits of a forward, which has returned."""
-    for state, observation in waiting.take_unjudged():
+    for state, observation in barrier.unjudged.take():
         bring_to_budget(state, judged(state, observation))

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
+from kvfold.cache.barrier import EvictionDue
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.level import alike
 from kvfold.cache.observe import observation_of
 from kvfold.cache.refit import refitted
 from kvfold.cache.sizes import open_rows, size_of, sized_together, without_room
-from kvfold.cache.state import LayerState, alive
-from kvfold.cache.waiting import EvictionDue
+from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.interruption import check_interrupted
-from kvfold.kernels.gather import pick
+from kvfold.kernels.gather import alive, pick
 from kvfold.methods.base import Across, Measured, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
@@ -54,7 +54,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     Raises KvfoldError for a first prefill without the method's own forwards.
     """
     stages = state.plan.stages
-    state.rounds += 1
+    state.begin_eviction()
     state.observers.end_prefill(state)
     if state.phase.own_size is not None:
         _keep_own(state, observation, state.phase.own_size)
@@ -69,13 +69,13 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
             _encode_all(state, observation)
         return
     if isinstance(stages.when, Once):
-        state.late = True
+        state.wait_for_token()
         return
     if stages.rounds:
         state.begin_rounds(observation)
-    state.settled = state.seen
+    state.settle()
     if state.phase.awaits_logits:
-        state.waiting.unjudged.append((state, observation))
+        state.barrier.unjudged.arrived.append((state, observation))
     else:
         bring_to_budget(state, observation)
 
@@ -101,19 +101,19 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
     everything = state.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
     counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
-    state.capacity = None if everything or counts.dim() > 1 else counts
-    state.over_budget = bool((without_room(state) & (state.plan.budget != Budget.ratio(1.0))).any())
+    over = bool((without_room(state) & (state.plan.budget != Budget.ratio(1.0))).any())
+    state.note_size(None if everything or counts.dim() > 1 else counts, over)
     if state.plan.stages.rounds and counts.dim() > 1 and not everything:
-        state.head_sizes = counts
+        state.note_head_sizes(counts)
     if not state.plan.stages.keeps_prompt:
         evict(state, observation, counts)
     elif state.plan.stages.encode is not None:
         _encode_all(state, observation)
     if ContextReconstruction in state.needs:
         state.observers[ContextReconstruction].forget()
-    if all(due.layer is not state for due in state.waiting.agreeing):
+    if all(due.layer is not state for due in state.barrier.agreeing.arrived):
         _forget_references(state)
-    state.settled = state.seen
+    state.settle()
 
 
 def evict(
@@ -133,10 +133,8 @@ def evict(
     if stages.level is None:
         _evict(due, stages)
         return
-    waiting = state.waiting
-    waiting.agreeing.append(due)
-    if len(waiting.agreeing) == state.plan.layers:
-        layers = waiting.take_agreeing()
+    layers = state.barrier.agreeing.arrive(due, state.plan.layers)
+    if layers:
         if stages.level == "best":
             _evict_alike(layers)
         else:
@@ -198,7 +196,7 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
 
 def _keep_chosen(due: EvictionDue[LayerState], chosen: Chosen, ragged: bool) -> None:
     state, observation, counts, *_ = due
-    state.over_budget |= chosen.over_budget
+    state.note_size(state.capacity, state.over_budget or chosen.over_budget)
     if state.plan.scores_stay:
         state.observers.kept.set(chosen.scores)
     _note_error(state, observation, chosen.slots)
@@ -239,7 +237,7 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     for each, of_layer, count in sized:
         evict_to(each, of_layer, count)
         if each.head_sizes is not None and count.dim() > 1:
-            each.head_sizes = each.head_sizes.masked_fill(open_.to(count.device), -1)
+            each.note_head_sizes(each.head_sizes, open_)
 
 
 # --- kept entries ---------------------------------------------------------------------------
@@ -275,7 +273,8 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
         eviction = Eviction(
             keys, values, state.positions(), slots, sums, state.merging, observation.seed
         )
-        *changed, state.merging = stages.merge(eviction)
+        *changed, merging = stages.merge(eviction)
+        state.note_merging(merging)
     fitted = refitted(state, observation, slots)
     if fitted is not None:
         changed, bias = fitted
@@ -320,7 +319,7 @@ def _keep_ragged(
             biases = stored if bias is None else bias
             order = torch.arange(slots.shape[-1], device=slots.device)
             taken = order.expand_as(slots).masked_fill(slots < 0, -1)
-        state.store = RaggedStore(*entries, columns, taken, encode, biases)
+        state.put(RaggedStore(*entries, columns, taken, encode, biases))
     # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)
@@ -389,7 +388,7 @@ def _is_everything(state: LayerState, slots: Tensor) -> bool:
 def _note_surplus(state: LayerState, kept: Tensor, counts: Tensor) -> None:
     """Sets `surplus` to 0 if every head holds exactly its capacity, else to None."""
     exact = state.capacity is not None and bool((kept == counts.view(len(counts), -1)).all())
-    state.surplus = 0 if exact else None
+    state.note_surplus(exact)
 
 
 def _note_error(state: LayerState, observation: Observation, slots: Tensor) -> None:

@@ -148,7 +148,7 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     Entries whose column leaves are dropped, those of `inserted` are added.
     """
     by = by.to(state.stored().keys.device)
-    store, other = state.stored(), copy.copy(state)
+    store = state.stored()
     keys, values = store.dense()
     if state.reindexed is not None:
         keys = state.keys_as_given()
@@ -160,30 +160,40 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         keys, values = torch.cat([keys, inserted.keys], 2), torch.cat([values, inserted.values], 2)
         columns = torch.cat([columns, inserted.columns], 2)
     slots, bias = _by_column(columns), _joined_bias(store, inserted)
-    other.store = _stored(store, keys, values, columns, slots, by.sequence, bias)
-    other.observers = copy.deepcopy(state.observers)
-    other.observers.select(slots)
     valid = by.sequence.valid
-    other.sequence = replace(by.sequence, valid=None if valid is None else valid.clone())
+    other = replace(
+        state,
+        store=_stored(store, keys, values, columns, slots, by.sequence, bias),
+        sequence=replace(by.sequence, valid=None if valid is None else valid.clone()),
+        observers=copy.deepcopy(state.observers),
+        surplus=None,  # heads may have lost different numbers of entries
+        rounds=state.rounds + bool(state.rounds),  # kept scores rank the text before the edit
+        evicted_at=by.counts[state.evicted_at],
+        settled=by.counts[state.settled],
+        turn_end=None if state.turn_end is None else by.counts[state.turn_end],
+        next_round=_next_round(state, by),
+        reindexed=None,
+    )
+    other.observers.select(slots)
     if other.observers.moves.moves is not None:
         _close_gaps(other)
-    other.evicted_at, other.settled = by.counts[state.evicted_at], by.counts[state.settled]
     if isinstance(other.store, RaggedStore):
-        other.evicted_at = by.sequence.seen  # it gives back only what is appended from now on
-    other.rounds += bool(other.rounds)  # kept scores rank the text before the edit
-    if state.turn_end is not None and state.next_round is not None:
-        other.turn_end = by.counts[state.turn_end]
-        other.next_round = state.next_round + by.sequence.seen - state.seen
-        rounds = state.plan.stages.rounds
-        if rounds is not None and rounds.counting == "absolute":
-            other.next_round = other.round_after(other.seen)
-    other.surplus = None  # heads may have lost different numbers of entries
+        other.stay()  # it gives back only what is appended from now on
     other.observers.renumber(state, by.columns, by.shifts)
     if state.reindexed is not None:
-        other.reindexed = None
         other.let_sinks_move()
         other.settle_sinks()
     return other
+
+
+def _next_round(state: LayerState, by: Renumbering) -> int | None:
+    """Columns of the edited sequence at which entries leave next."""
+    rounds, seen = state.plan.stages.rounds, by.sequence.seen
+    if rounds is None or state.turn_end is None or state.next_round is None:
+        return state.next_round
+    if rounds.counting == "absolute":
+        return rounds.after(seen, by.counts[state.turn_end])
+    return state.next_round + seen - state.seen
 
 
 def _joined_bias(store: Store, inserted: Inserted | None) -> Tensor | None:
@@ -212,7 +222,7 @@ def _close_gaps(state: LayerState) -> None:
     bias = state.stored().bias
     bias = None if bias is None else pick(bias, every, 0)
     slots = _by_column(columns)
-    state.store = _stored(state.stored(), keys, values, columns, slots, state.sequence, bias)
+    state.put(_stored(state.stored(), keys, values, columns, slots, state.sequence, bias))
 
 
 def _rotated(state: LayerState, keys: Tensor, shifts: Tensor) -> Tensor:

@@ -35,9 +35,8 @@ def note_token(state: LayerState, call: AttentionCall) -> None:
         window.add_step(call.query, seen - 1)
     if left <= 0:
         _evict_round(state, call)
-        every = _rounds(state).every
-        state.next_round += every * (-left // every + 1)  # later if tokens came while frozen
-        if every >= window.width:
+        state.end_round(left)
+        if _rounds(state).every >= window.width:
             window.clear()
 
 
@@ -56,7 +55,7 @@ def _begin(state: LayerState, call: AttentionCall) -> None:
     if isinstance(allocate, Across) and allocate.per_head:
         bring_to_budget(state, observation)
     elif budget is not None and budget.kind != "ratio":
-        state.capacity = size_of(state, observation)
+        state.note_size(size_of(state, observation))
 
 
 def _evict_round(state: LayerState, call: AttentionCall) -> None:
@@ -69,7 +68,7 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
     counts, sizes = (None, None) if measured else _sizes(state)
     if counts is None and not measured:
         return
-    state.rounds += 1
+    state.begin_eviction()
     observation = _observed(state, call)
     if counts is None:
         counts = size_of(state, observation)
@@ -104,7 +103,7 @@ def _size_and_evict(state: LayerState, observation: Observation) -> None:
         assert each.head_sizes is not None
         unsized = each.head_sizes < 0
         counts = torch.where(unsized, counts + each.protected()[:, None], each.head_sizes)
-        each.head_sizes = counts.masked_fill(unsized & open_.to(counts.device), -1)
+        each.note_head_sizes(counts, unsized & open_.to(counts.device))
         _evict_running(each, of_layer, counts)
 
 

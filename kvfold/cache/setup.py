@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from kvfold.attention import function as function  # registers the attention function
 from kvfold.budget import Budget
 from kvfold.cache import model_trial
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
@@ -25,7 +26,6 @@ from kvfold.cache.plan import Plan
 from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
-from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.arguments import checked_arguments as checked_arguments
 from kvfold.hf.attention import disable, enable, is_enabled
@@ -50,7 +50,7 @@ class Shared:
     """Objects that all layers of a cache share."""
 
     phase: Phase
-    waiting: Waiting[LayerState]
+    barrier: Barrier[LayerState]
     binding: ModelBinding
 
 
@@ -166,7 +166,7 @@ def put_compressed_layers(
         check_layer(stages, rotation, projection)
         fitted = fits.of_layer(place, ranks.own_heads)
         observers = Observers.of(stages.needs, fitted, stages.interval)
-        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, observers)
+        state = LayerState(plan, shared.phase, shared.barrier, rotation, projection, observers)
         layers[index] = CompressedLayer(state, shared.binding)
 
 

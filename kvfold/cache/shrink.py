@@ -67,18 +67,18 @@ def shrink(cache: CompressedCache, budget: Budget | float | str) -> None:
     observed = [(state, _observation(state)) for state in cache.states]
     try:
         for state, observation in observed:
-            state.plan = replace(state.plan, budget=made, stages=by_kept)
+            state.adopt(replace(state.plan, budget=made, stages=by_kept))
             _check_monotone(state, observation)
         cache.budget = made
         plans = [replace(plan, budget=made) for plan in plans]
         for state, observation in observed:
             if state.reindexed is not None:
                 # Sinks that have moved are written back in place, which no fork may see.
-                state.store = copy.deepcopy(state.store)
+                state.put(copy.deepcopy(state.stored()))
             bring_to_budget(state, observation)
     finally:
         for state, plan in zip(cache.states, plans, strict=True):
-            state.plan = plan
+            state.adopt(plan)
 
 
 def check_nested(method: Method) -> None:
@@ -132,9 +132,7 @@ def _check_smaller(state: LayerState, budget: Budget) -> None:
 
 
 def _with_budget(state: LayerState, budget: Budget) -> LayerState:
-    other = copy.copy(state)
-    other.plan = replace(state.plan, budget=budget)
-    return other
+    return replace(state, plan=replace(state.plan, budget=budget))
 
 
 def _check_monotone(state: LayerState, observation: Observation) -> None:

@@ -90,17 +90,17 @@ def sized_together(
 
     A ratio is one of `free [B]` tokens; `beside [B, H, T]` entries do not count in the sizes.
     """
-    waiting, plan = state.waiting, state.plan
+    plan = state.plan
     across = plan.stages.allocate
     assert isinstance(across, Across)
     if across.per_head:
         observation = _with_candidates(state, observation, beside)
     # A view of the window queries would keep the whole prompt's queries alive.
     queries = None if observation.queries is None else observation.queries.clone()
-    waiting.sized.append((state, dataclasses.replace(observation, queries=queries)))
-    if len(waiting.sized) < plan.layers:
+    due = state, dataclasses.replace(observation, queries=queries)
+    waited = state.barrier.sized.arrive(due, plan.layers)
+    if not waited:
         return []
-    waited = waiting.take_sized()
     seen, whole = _free(state), without_room(state, free)
     statistics = [across.statistic(of_layer).to(seen.device) for _, of_layer in waited]
     # Without a budget the statistics alone decide.

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
-from kvfold.cache.waiting import Waiting
+from kvfold.kernels.gather import alive
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.choose import Chosen
-from kvfold.methods.stages.when import AtEnd, Hold
+from kvfold.methods.stages.when import AtEnd
 from kvfold.observers.base import Need, Needs
 from kvfold.observers.of_layer import Observers
 from kvfold.store.base import Store
@@ -38,13 +39,13 @@ PER_ROW = ("capacity", "error", "refit")  # [B], [B, 1 or 2], [B, 4]
 class LayerState:
     """Entries of one layer, their columns, and the layer's observations.
 
-    `plan` is the layer's own; `phase` and `waiting` are shared by all layers of the cache. Evictors
+    `plan` is the layer's own; `phase` and `barrier` are shared by all layers of the cache. Evictors
     (`prefill.py`, `decode.py`) are functions that change a state.
     """
 
     plan: Plan
     phase: Phase
-    waiting: Waiting[LayerState]
+    barrier: Barrier[LayerState]
     rotation: Rotation
     projection: OutputProjection
     observers: Observers
@@ -57,12 +58,11 @@ class LayerState:
     merging: Tensor | None = None  # the merge stage's state of each head
     head_sizes: Tensor | None = None  # entries that a head holds while decoding, −1 if not set yet
     turn_end: int | None = None  # tokens seen when the last turn ended (`Rounds`)
-    next_round: int | None = None  # tokens seen at which entries are evicted next (`Rounds`)
+    next_round: int | None = None  # tokens seen at which entries leave next (`Rounds`, `Once`)
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
     error: Tensor | None = None  # of the layer's output: predicted, measured
     refit: Tensor | None = None  # report of the last refit, see `Refitted`
     chosen: Chosen | None = None  # with `choose_only`; None if every entry stays
-    late: bool = False  # evicts at the first generated token (`Once`)
     over_budget: bool = False  # the forced set was larger than the budget
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -71,7 +71,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        shared = self.waiting, self.rotation, self.projection
+        shared = self.barrier, self.rotation, self.projection
         new = LayerState(self.plan, self.phase, *shared, self.observers.fresh())
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
@@ -117,6 +117,28 @@ class LayerState:
         """Notes a change that no crop undoes."""
         self.evicted_at = self.sequence.seen
 
+    def put(self, store: Store, sequence: LogicalSequence | None = None) -> None:
+        """Takes a store for the layer's own; its entries are of a `sequence`, None: of the same."""
+        self.store, self.sequence = store, sequence or self.sequence
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores new entries `[B, H, S, D]`; returns the raw keys and values stored."""
+        store, new = self.store, keys.shape[2]
+        if store is None:
+            store = self.store = DenseStore(keys, values)
+            stored = store.dense()
+        else:
+            own = self.phase.frozen or self.phase.own_size is not None
+            if new > 1 and not own and store.dead:
+                self.copy_alive()
+            stored = store.append(keys, values, self.sequence.seen)
+        self.sequence.seen += new
+        if self.surplus is not None:
+            self.surplus += new
+        if self.reindexed is not None:
+            self.settle_sinks()  # in place
+        return stored
+
     # --- where entries stand ----------------------------------------------------------------
 
     @property
@@ -142,13 +164,6 @@ class LayerState:
         seen, prefix = self.seen_per_row(), self.phase.prefix
         return torch.zeros_like(seen) if prefix is None else prefix.to(seen.device)
 
-    def later(self) -> int:
-        """Most entries of a head that were appended after the last eviction."""
-        holds = self.capacity is not None and isinstance(self.plan.stages.when, Hold)
-        if holds and not self.phase.frozen:
-            return 0
-        return int((self.columns() >= self.settled).sum(-1).max())
-
     # --- sizes ------------------------------------------------------------------------------
 
     def capacities(self) -> tuple[int, int]:
@@ -167,15 +182,6 @@ class LayerState:
             ends = self.plan.stages.forced.ends(least) if least == most else None
             self._ends = self.capacity, ends
         return self._ends[1]
-
-    def nbytes_beside(self) -> int:
-        """Bytes of all tensors beside the store."""
-        tensors = [getattr(self, name) for name in (*PER_HEAD, *PER_ROW)]
-        tensors.append(self.sequence.valid)
-        if self.reindexed is not None:
-            tensors.append(self.reindexed.given)
-        counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        return counted + self.observers.nbytes()
 
     # --- changes of all tensors at once -------------------------------------------------------
 
@@ -216,19 +222,60 @@ class LayerState:
 
     # --- evictions --------------------------------------------------------------------------
 
+    def begin_eviction(self, count: int = 1) -> None:
+        """Notes that an eviction begins, or `count`: the next draws have another seed."""
+        self.rounds += count
+
+    def settle(self) -> None:
+        """Notes that the layer has been brought to its budget."""
+        self.settled = self.sequence.seen
+
     def note_eviction(self) -> None:
         """Notes an eviction: no crop goes back before it, and re-indexed sinks move from now on."""
         self.evicted_at = self.settled = self.sequence.seen
         if self.plan.stages.positions == "reindex":
             self.let_sinks_move()
 
+    def note_one_left(self, rounds: int, merging: Tensor | None) -> None:
+        """As `note_eviction`, of one entry of each head, which hold their capacity again.
+
+        `rounds` are the evictions so far, `merging [B, H]` is the merge stage's state.
+        """
+        self.surplus, self.rounds, self.merging = 0, rounds, merging
+        self.evicted_at = self.settled = self.sequence.seen
+        if self.plan.stages.positions == "reindex":
+            self.let_sinks_move()
+
+    def note_size(self, capacity: Tensor | None, over_budget: bool | None = None) -> None:
+        """Takes the entries `[B]` that a row holds while decoding; None: as many as come."""
+        self.capacity = capacity
+        self.over_budget = self.over_budget if over_budget is None else over_budget
+
+    def note_surplus(self, exact: bool) -> None:
+        """Notes whether every head holds its capacity, and how many more is known from now on."""
+        self.surplus = 0 if exact else None
+
+    def note_merging(self, merging: Tensor | None) -> None:
+        """Takes the merge stage's state of each head `[B, H]`."""
+        self.merging = merging
+
+    def adopt(self, plan: Plan, observers: Observers | None = None) -> None:
+        """Goes on by another plan, with other observers if any."""
+        self.plan, self.observers = plan, observers or self.observers
+
+    def restore(self, **saved: Any) -> None:
+        """Takes fields of a saved layer."""
+        for name, value in saved.items():
+            setattr(self, name, value)
+
     def begin_rounds(self, observation: Observation) -> None:
         """Notes that a turn has ended: from now on generated tokens are counted (`Rounds`).
 
         The window queries are kept if the first eviction's window reaches back to them.
         """
-        self.turn_end, self.head_sizes = self.seen, None
-        self.next_round = self.round_after(self.seen)
+        rounds, seen = self.plan.stages.rounds, self.seen
+        assert rounds is not None
+        self.turn_end, self.head_sizes, self.next_round = seen, None, rounds.after(seen, seen)
         window = self.observers.window.answer
         window.clear()
         if self.next_round - self.seen < window.width:
@@ -236,19 +283,36 @@ class LayerState:
             columns = self.sequence.columns(observation.query_positions[:, None])[:, 0]
             window.add(observation.queries, columns)
 
+    def end_turn(self) -> None:
+        """Notes that all entries are of the text before the next turn: no crop goes back."""
+        self.evicted_at = self.settled = self.seen
+        self.turn_end = None if self.turn_end is None else self.seen
+
+    def wait_for_token(self) -> None:
+        """Puts the eviction at a prefill's end off to the first generated token (`Once`)."""
+        self.next_round = self.seen + 1
+
+    def end_round(self, left: int | None = None) -> None:
+        """Notes that a round has come, `left` tokens after it was due (≤ 0); None: the last."""
+        if left is None:
+            self.next_round = None
+            return
+        assert self.next_round is not None and self.plan.stages.interval is not None
+        every = self.plan.stages.interval
+        self.next_round += every * (-left // every + 1)  # later if tokens came while frozen
+
     def _crop_rounds(self) -> None:
         """Counts generated tokens anew after a crop: from its end, if that is inside the prompt."""
-        if self.turn_end is None or self.next_round is None:
+        rounds = self.plan.stages.rounds
+        if rounds is None or self.turn_end is None or self.next_round is None:
             return
         self.turn_end = min(self.turn_end, self.seen)
-        after = self.round_after(self.seen)
+        after = rounds.after(self.seen, self.turn_end)
         self.next_round = min(self.next_round, after)  # earlier if tokens that stay came frozen
 
-    def round_after(self, seen: int) -> int:
-        """Columns at which entries are next evicted, of an answer that has `seen` of them."""
-        rounds = self.plan.stages.rounds
-        assert rounds is not None and self.turn_end is not None
-        return rounds.after(seen, self.turn_end)
+    def note_head_sizes(self, sizes: Tensor, open_: Tensor | None = None) -> None:
+        """Takes sizes of heads `[B, H]`; those that are `open_` have none yet."""
+        self.head_sizes = sizes if open_ is None else sizes.masked_fill(open_.to(sizes.device), -1)
 
     def settle_heads(self, stored: Tensor, kept: Tensor) -> None:
         """Sets the sizes of heads `[B, H]` in rows of which entries leave for the first time.
@@ -261,7 +325,7 @@ class LayerState:
         if self.head_sizes is not None:
             kept = torch.where(self.head_sizes < 0, kept, self.head_sizes)
             open_ = open_ & (self.head_sizes < 0)
-        self.head_sizes = kept.masked_fill(open_, -1)
+        self.note_head_sizes(kept, open_)
 
     def copy_alive(self) -> None:
         """Copies a dense store without its holes; earlier views are not affected."""
@@ -334,10 +398,3 @@ class LayerState:
         if self.sequence.valid is None:
             return self.seen_per_row() - (store.length - store.dead)
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
-
-
-def alive(positions: Tensor) -> Tensor:
-    """Slots `[B, H, K]` of the entries whose position is not −1, ascending; −1 on the left."""
-    slots = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
-    slots = slots.masked_fill(positions < 0, -1).sort(-1).values
-    return slots[..., int((slots < 0).sum(-1).min()) :]

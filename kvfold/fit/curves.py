@@ -131,7 +131,7 @@ def ranked(
     ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
     cache = CompressedCache(model, method, 1.0, tokenizer=tokenizer)
     for state in cache.states:
-        state.plan = replace(state.plan, keep_scores=True)
+        state.adopt(replace(state.plan, keep_scores=True))
     with cache.reading():
         read_on(model, cache, ids, None, ids.shape[1])
     found = []

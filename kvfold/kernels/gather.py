@@ -78,3 +78,10 @@ def _of_whole_rows(entries: Tensor) -> Tensor:
 def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask of `dtype`: −∞ where `hidden` is true, 0 elsewhere."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def alive(positions: Tensor) -> Tensor:
+    """Slots `[B, H, K]` of the entries whose position is not −1, ascending; −1 on the left."""
+    slots = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
+    slots = slots.masked_fill(positions < 0, -1).sort(-1).values
+    return slots[..., int((slots < 0).sum(-1).min()) :]

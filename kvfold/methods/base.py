@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar
+from warnings import warn
 
 from torch import Tensor
 
@@ -123,6 +124,7 @@ class Stages:
     prompt: InitVar[str | None] = None
     sizes: InitVar[str | None] = None
     phase: InitVar[str | None] = None
+    agree: InitVar[bool] = False
 
     def __post_init__(
         self,
@@ -131,11 +133,15 @@ class Stages:
         prompt: str | None,
         sizes: str | None,
         phase: str | None,
+        agree: bool,
     ) -> None:
         old = {"decode": decode, "every": every, "prompt": prompt, "sizes": sizes, "phase": phase}
         when = of_old_options(old)
         if when is not None:
             object.__setattr__(self, "when", when)
+        if agree:
+            warn('Stages(agree=True) is Stages(level="best") now', DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "level", "best")
         if self.score is not None and self.allocate is None:
             object.__setattr__(self, "allocate", uniform)
         check_when(self)

@@ -9,18 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.budget import Budget
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.observe import observation_of
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.prefill import end_with, size_and_evict
 from kvfold.cache.state import LayerState
-from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
 from kvfold.kernels.column_sums import attend_with_moments
 from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted_parts import with_parts
+from kvfold.methods.stages.when import Once
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from kvfold.observers.of_layer import Observers
@@ -43,8 +44,7 @@ def chosen_in(
     states = _states(with_parts(stages, parts), budget, prefill, seed)
     for layer, state in enumerate(states):
         keys, values = prefill.keys[layer][None], prefill.values[layer][None]
-        state.store = DenseStore.sharing(keys, values)
-        state.sequence = LogicalSequence(prefill.tokens)
+        state.put(DenseStore.sharing(keys, values), LogicalSequence(prefill.tokens))
         logits = prefill.logits_of(layer)
         call = AttentionCall(prefill.queries_of(layer), keys, values, logits)
         if ColumnSums in stages.needs:
@@ -53,7 +53,7 @@ def chosen_in(
             state.observers.read(state, call._replace(sums=sums, squares=of_squares))
         state.observers.read_piece(state, call)
         end_with(state, call)
-        if state.late:  # at the first generated token, of which nothing is read
+        if isinstance(stages.when, Once):  # at the first generated token, of which nothing is read
             size_and_evict(state, observation_of(state, call))
     return states
 
@@ -64,12 +64,12 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
     fits = {kind: fitted_in(file, prefill) for kind, file in files.items() if file is not None}
     ids = None if prefill.token_ids is None else prefill.token_ids[None]
     # `until`: a window of one query is a prefill's too.
-    phase, waiting = Phase(until=prefill.tokens, incoming=ids), Waiting[LayerState]()
+    phase, barrier = Phase(until=prefill.tokens, incoming=ids), Barrier[LayerState]()
     return [
         LayerState(
             Plan(stages, budget, layer, count, seed, choose_only=True),
             phase,
-            waiting,
+            barrier,
             _rotation(prefill, layer),
             _projection(prefill, layer),
             Observers.of(needs, {kind: each.of_layer(layer) for kind, each in fits.items()}),

@@ -7,7 +7,6 @@ import torch
 import kvfold
 from kvfold.cache import decode
 from kvfold.cache import layer as layer_module
-from kvfold.cache.waiting import Waiting
 from kvfold.store.dense import DenseStore
 from tests.helpers.budgets import HOLDING
 from tests.helpers.models import build
@@ -129,7 +128,11 @@ def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting,
     kvfold.CompressedCache(model, spec, 0.35)  # a model's first cache is tried out
     together = layer_module.evict_one
     ids = torch.randint(5, 190, (2, 130), generator=torch.Generator().manual_seed(5))
-    monkeypatch.setattr(Waiting, "is_too_much", lambda self: len(self.evicting) >= layers_waiting)
+
+    def too_much(leaving):
+        return len(leaving) >= layers_waiting
+
+    monkeypatch.setattr(layer_module, "is_too_much", too_much)
     monkeypatch.setattr(layer_module, "evict_one", lambda x: sizes.append(len(x)) or together(x))
 
     def run():
@@ -137,7 +140,7 @@ def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting,
         model(ids[:, :90], past_key_values=cache)
         for token in ids[:, 90:].split(1, 1):
             model(token, past_key_values=cache)
-        assert not cache.states[0].waiting.evicting
+        assert not cache.states[0].barrier.leaving.arrived
         return columns(cache)
 
     kept = run()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.state import LayerState
 from kvfold.generation.generate import read_per_chunk
 from kvfold.methods.base import Across
 from kvfold.methods.stages.when import Once
@@ -71,20 +71,20 @@ def test_no_more_is_held_than_a_piece_and_what_is_kept(spec, monkeypatch):
     """Entries of all layers at any time; a piece of each where layers evict together."""
     model = build("llama", dtype=torch.float64)
     cache = kvfold.CompressedCache(model, spec, 20)
-    most, update = 0, CompressedLayer.update
+    most, append = 0, LayerState.append
 
-    def counting(layer, *args, **kwargs):
+    def counting(state, *args):
         nonlocal most
-        out = update(layer, *args, **kwargs)
+        out = append(state, *args)
         stores = [other.store for other in cache.states if other.store is not None]
         most = max(most, sum(store.length for store in stores))
         return out
 
-    monkeypatch.setattr(CompressedLayer, "update", counting)
+    monkeypatch.setattr(LayerState, "append", counting)
     ids = torch.randint(5, 190, (1, 400), generator=torch.Generator().manual_seed(0))
     read_per_chunk(model, cache, ids, None, CHUNK)
     stages, layers = kvfold.parse(spec).stages(), len(cache.states)
-    together = isinstance(stages.allocate, Across) or stages.agree or reads_logits(spec)
+    together = isinstance(stages.allocate, Across) or stages.level is not None or reads_logits(spec)
     kept = sum(max(head for row in layer for head in row) for layer in cache.stats().kept)
     # Sizes of layers and heads shift a little from piece to piece.
     assert most <= 1.3 * kept + CHUNK * (layers if together else 1) < 400

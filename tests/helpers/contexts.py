@@ -66,7 +66,7 @@ def state(layer: Any) -> dict[str, Any]:
     skipped = {
         "plan",
         "phase",
-        "waiting",
+        "barrier",
         "rotation",
         "projection",
         "store",

@@ -18,7 +18,7 @@ from kvfold import (
     UnsupportedModel,
     parse,
 )
-from kvfold.cache.waiting import Waiting
+from kvfold.cache.barrier import Queue
 from kvfold.methods.stages.when import Hold
 from tests.helpers.budgets import SMALL, needs_driver
 from tests.helpers.by_hand import (
@@ -411,13 +411,13 @@ def test_groups_that_do_not_fill_the_head_are_refused(group):
 @torch.no_grad()
 def test_layers_that_wait_for_the_others_do_not_keep_the_prompt_s_queries(monkeypatch):
     held = []
-    take = Waiting.take_sized
+    arrive = Queue.arrive
 
-    def watched(waiting):
-        held.extend(observation.queries for _, observation in waiting.sized)
-        return take(waiting)
+    def watched(queue, due, all_of):
+        held.append(due[1].queries)
+        return arrive(queue, due, all_of)
 
-    monkeypatch.setattr(Waiting, "take_sized", watched)
+    monkeypatch.setattr(Queue, "arrive", watched)
     model = build("llama")
     cache = kvfold.CompressedCache(model, "d2o", 0.3)
     model(torch.randint(5, 190, (1, 60)), past_key_values=cache)

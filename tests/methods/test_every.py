@@ -16,12 +16,12 @@ from torch import Tensor
 import kvfold
 from kvfold import IllegalComposition, KvfoldError
 from kvfold.budget import Budget
+from kvfold.cache.barrier import Barrier
 from kvfold.cache.fork import fork
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.state import LayerState
-from kvfold.cache.waiting import Waiting
 from kvfold.methods.base import Composition, Measured, parse
 from kvfold.methods.every import Every
 from kvfold.methods.stages.score import redundancy
@@ -120,7 +120,7 @@ def one_layer(spec: str, budget: int) -> CompressedLayer:
     stages = kvfold.parse(spec).stages()
     plan = Plan(stages, Budget.of(budget), 0, 1, 0)
     observers = Observers.of(stages.needs, {}, stages.interval)
-    return CompressedLayer(LayerState(plan, Phase(), Waiting(), None, None, observers), None)
+    return CompressedLayer(LayerState(plan, Phase(), Barrier(), None, None, observers), None)
 
 
 def feed(layer: CompressedLayer, first: int, last: int) -> list[int]:

@@ -38,7 +38,7 @@ from kvfold.jobs import executor as workers
 from kvfold.methods import registry
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.select.top import top
-from kvfold.methods.stages.when import Rounds
+from kvfold.methods.stages.when import Rounds, when_of
 from kvfold.observers.last_queries import LastQueries
 from kvfold.observers.stored import PreviousScores
 from tests.helpers.commands import kvfold_command, refused
@@ -424,7 +424,7 @@ class Wrong(Method):
     def stages(self) -> Stages:
         score = partial(wrong, self.kind)
         needs = Needs(LastQueries(1), only_attention=self.only_attention)
-        return Stages(needs=needs, score=score, allocate=uniform, decode=self.decode)
+        return Stages(needs=needs, score=score, allocate=uniform, when=when_of(self.decode))
 
 
 def wrong(kind: str, seen: Observation) -> Tensor:

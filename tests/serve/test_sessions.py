@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.state import LayerState
 from kvfold.contexts.session import Message
 from kvfold.serve.session_pool import SessionPool
 from kvfold.serve.stored import size_of
@@ -74,10 +74,10 @@ class Seen:
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read, self.peak = 0, 0
-        append, read = CompressedLayer.update, type(model).forward
+        append, read = LayerState.append, type(model).forward
 
-        def watched(layer: CompressedLayer, *new: Any, **options: Any) -> Any:
-            stored = append(layer, *new, **options)
+        def watched(state: LayerState, *new: Any) -> Any:
+            stored = append(state, *new)
             self.peak = max(self.peak, stored[0].shape[2])
             return stored
 
@@ -85,7 +85,7 @@ class Seen:
             self.read += input_ids.shape[1]
             return read(own, input_ids=input_ids, **options)
 
-        monkeypatch.setattr(CompressedLayer, "update", watched)
+        monkeypatch.setattr(LayerState, "append", watched)
         monkeypatch.setattr(type(model), "forward", counted)
 
 

@@ -87,22 +87,21 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.observers.load(by_head, saved.whole)
     for log in state.phase.logs.values() if state.plan.layer == 0 else ():
         log.load(saved.whole)
-    state.store = _store(state, header, by_head)
-    layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
-    layer.is_initialized = True
+    valid = saved.whole.get("valid")
+    sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
+    state.put(_store(state, header, by_head), sequence)
+    layer.note_restored()
     for name, of_heads in numbers.items():
         empty = state.observers.empties[name]
         state.observers.set_numbers(name, _stacked(of_heads, empty)[None])
-    for name, of_heads in tensors.items():
-        setattr(state, name, torch.stack(of_heads)[None])
-    for name in PER_ROW:
-        setattr(state, name, saved.whole[name].clone() if name in saved.whole else None)
-    valid = saved.whole.get("valid")
-    state.sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
-    for name in NUMBERS:
-        setattr(state, name, getattr(header, name))
-    state.rounds = header.turns
-    state.settled = header.seen if header.settled is None else header.settled
+    of_rows = {name: saved.whole.get(name) for name in PER_ROW}
+    state.restore(
+        **{name: torch.stack(of_heads)[None] for name, of_heads in tensors.items()},
+        **{name: None if held is None else held.clone() for name, held in of_rows.items()},
+        **{name: getattr(header, name) for name in NUMBERS},
+        rounds=header.turns,
+        settled=header.seen if header.settled is None else header.settled,
+    )
     if state.evicted_at:
         state.let_sinks_move()
 

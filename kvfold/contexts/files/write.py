@@ -38,6 +38,7 @@ from kvfold.hf.identity import model_header, rope_header
 from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
+from kvfold.methods.stages.when import Once
 from kvfold.store.per_token import Quantizing
 from kvfold.store.quantized import Packing
 from kvfold.writing import replacing
@@ -187,8 +188,10 @@ def _check(cache: CompressedCache) -> None:
     states, phase = cache.states, cache.phase
     if any(state.store is None for state in states):
         raise KvfoldError("there is nothing to save: the cache has read nothing yet")
+    once = isinstance(cache.method.stages().when, Once)
+    late = once and any(state.next_round is not None for state in states)
     in_prefill = phase.frozen or phase.in_prefill(cache.get_seq_length())
-    if in_prefill or any(state.late for state in states) or cache.binding.waiting:
+    if in_prefill or late or cache.binding.waiting:
         raise KvfoldError("the cache is in the middle of a turn: save it when the turn has ended")
     if any(len(state.stored().keys) != 1 for state in states):
         raise KvfoldError("a context file holds one document, and this cache has several rows")

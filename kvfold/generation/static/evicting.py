@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.state import alive
 from kvfold.generation.static.layer import StaticBuffers
-from kvfold.kernels.gather import as_added, pick, take
+from kvfold.kernels.gather import alive, as_added, pick, take
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.single_query import attend_with_row, mean_of_heads
 from kvfold.methods.observation import Observation
@@ -182,16 +181,16 @@ class StaticEvicting(StaticBuffers):
             store.place(columns)
         if self.bias is not None:
             store.set_bias(pick(self.bias, slots, 0))
-        state.store = store
+        state.put(store)
         merged = self.merging is not None and not bool(self.merging.isnan().all())
-        state.merging = self.merging if merged else None
+        state.note_merging(self.merging if merged else None)
         for name, numbers in self.numbers.items():
             state.observers.set_numbers(name, pick(numbers, slots, self.empties[name]))
         if self.capacity is None or not new:
             return
-        state.rounds += new
+        state.begin_eviction(new)
         held = (positions >= 0).sum(-1) == self.capacity.view(-1, 1)
-        state.surplus = 0 if bool(held.all()) else None
+        state.note_surplus(bool(held.all()))
         evicted = bool(((positions >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
         if evicted:
             state.note_eviction()

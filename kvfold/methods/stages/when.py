@@ -82,6 +82,9 @@ class Rounds:
 
 
 When = AtEnd | Once | Hold | Rounds
+# The options of `Stages` that `Rounds` took the place of, as they were without rounds; until 0.2
+OLD = {"every": 0, "prompt": "counted", "sizes": "fixed", "phase": "generated"}
+NEW_NAMES = {"every": "every", "prompt": "prompt", "sizes": "sizes", "phase": "counting"}
 
 
 def when_of(decode: str, every: int = 128) -> When:
@@ -98,8 +101,7 @@ def of_old_options(given: dict[str, Any]) -> When | None:
     options = ", ".join(f"{name}={value!r}" for name, value in told.items())
     warn(f"Stages({options}) is Stages(when=…) now", DeprecationWarning, stacklevel=4)
     decode = told.pop("decode", "append")
-    names = {"every": "every", "prompt": "prompt", "sizes": "sizes", "phase": "counting"}
-    rounds = {names[name]: value for name, value in told.items()}
+    rounds = {NEW_NAMES[name]: value for name, value in told.items() if value != OLD[name]}
     if decode == "every" and "every" in rounds:
         return Rounds(**rounds)
     if rounds or decode not in ("append", "hold", "once"):
