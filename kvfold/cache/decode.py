@@ -67,7 +67,8 @@ def predicted_slot(state: LayerState, call: AttentionCall, store: DenseStore) ->
     None where the merge stage does not ask for the products of its key with all keys, or where the
     kernel cannot give them: entries are compared in float32, without a softcap.
     """
-    if state.plan.stages.needs.norms != "keys" or call.logits.get("softcap") is not None:
+    merge = state.plan.stages.merge
+    if merge is None or merge.norms != "keys" or call.logits.get("softcap") is not None:
         return None
     ends, keys = state.forced_ends(), store.keys
     stored = keys.shape[2]
@@ -102,10 +103,10 @@ def evict_one(calls: Calls) -> None:
     stages = next(iter(slots)).plan.stages
     for state, slot in slots.items():
         stores[state].drop(slot)
-    merge, merging = stages.merge_one, {state: state.merging for state in slots}
-    if merge is not None:
+    merge, merging = stages.merge, {state: state.merging for state in slots}
+    if merge is not None and merge.one is not None:
         for alike in _grouped(slots, partial(_entry_kind, stores)).values():
-            changes = merge(_merge_inputs(alike, slots, calls, stores))
+            changes = merge.one(_merge_inputs(alike, slots, calls, stores))
             for state, change in zip(alike, changes, strict=True):
                 stores[state].change(change.slot, change.keys, change.values, change.norms)
                 merging[state] = change.state
@@ -213,7 +214,12 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
 def _merges_one(state: LayerState) -> bool:
     """True if the method can merge a single entry by overwriting a kept one in place."""
     stages = state.plan.stages
-    if stages.merge_one is None or stages.positions == "reindex" or state.plan.shared:
+    if (
+        stages.merge is None
+        or stages.merge.one is None
+        or stages.positions == "reindex"
+        or state.plan.shared
+    ):
         return False
     return state.capacities()[0] > 0
 
@@ -223,7 +229,8 @@ def _merge_inputs(
 ) -> list[Leaving]:
     """Inputs of the merge stage for layers whose entries have one shape."""
     stores = [of_states[state] for state in alike]
-    of = alike[0].plan.stages.needs.norms
+    merge = alike[0].plan.stages.merge
+    of = None if merge is None else merge.norms
     norms: Sequence[Tensor | None] = [None] * len(alike)
     if of is not None:
         newest = norms_of(joined([store.entries(of)[:, :, -1:] for store in stores]))

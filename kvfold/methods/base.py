@@ -22,7 +22,7 @@ from kvfold.methods.registry import plus_of, preset, registered, with_known_name
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
+from kvfold.methods.stages.merge.base import MergeStages
 from kvfold.methods.stages.refit.base import Refit, check_refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
@@ -109,9 +109,8 @@ class Stages:
     select: Select | None = None  # slots to keep; None: those of the highest scores
     level: Level | None = None  # all layers and heads keep one set of tokens, made by this rule
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
-    merge: MergeStage | None = None  # changes kept entries by evicted ones
+    merge: MergeStages | None = None  # changes kept entries by evicted ones
     refit: Refit | None = None  # fits kept values and biases to reference queries
-    merge_one: MergeOneStage | None = None  # `merge` of the one entry that decode eviction evicts
     encode: Encode | None = None  # how the oldest entries are stored
     when: When = field(default_factory=AtEnd)  # at which entries leave
     positions: Positions = "original"

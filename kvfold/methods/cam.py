@@ -5,6 +5,7 @@ from functools import partial
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.merge.base import MergeStages
 from kvfold.methods.stages.merge.value_spread import spread_values
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
@@ -66,10 +67,12 @@ class CaM(Method):
     def brings(self) -> Stages:
         return Stages(
             needs=Needs(ColumnSums()),
-            merge=partial(
-                spread_values,
-                targets=self.targets,
-                deterministic=self.deterministic,
-                newest=self.newest,
+            merge=MergeStages(
+                partial(
+                    spread_values,
+                    targets=self.targets,
+                    deterministic=self.deterministic,
+                    newest=self.newest,
+                )
             ),
         )

@@ -78,15 +78,14 @@ class D2O(Method):
         return self.decide == "head"
 
     def stages(self) -> Stages:
-        by = None if self.merge == "none" or self.similarity == "independent" else self.similarity
         return Stages(
-            needs=Needs(ColumnSums(), only_attention=True, norms=by),
+            needs=Needs(ColumnSums(), only_attention=True),
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=self._allocate(),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
             when=when_of(self.decode),
             inexact=density.inexact_because(self.spending, self.allocation, self.skip_layers),
-            **merging(self.merge, self.similarity, self.beta, self.decide),
+            merge=merging(self.merge, self.similarity, self.beta, self.decide),
         )
 
     def _allocate(self) -> Across:

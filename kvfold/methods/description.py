@@ -134,7 +134,7 @@ def steps(stages: Stages) -> list[StageUse]:
     if stages.forced:
         found.append(StageUse("forced", forced(stages)))
     found += _of("select", stages.select)
-    found += _of("merge", stages.merge)
+    found += _of("merge", stages.merge and stages.merge.all)
     found += _of("refit", stages.refit)
     found += _of("encode", stages.encode)
     found += _of("token pruning", stages.token_pruning)
@@ -153,7 +153,7 @@ def in_words(stages: Stages) -> str:
         always = forced(stages)
         parts += [f"always keeps {always}"] if always else []
     parts += [f"selects by {_words(stages.select)}"] if stages.select else []
-    parts += [f"{_words(stages.merge)}"] if stages.merge else []
+    parts += [f"{_words(stages.merge.all)}"] if stages.merge else []
     parts += ["refits what is kept"] if stages.refit else []
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
     if stages.score is not None or stages.rounds:

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Stages, register
+from kvfold.methods.stages.merge.base import MergeStages
 from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values
 from kvfold.observers.base import Needs
@@ -42,6 +43,5 @@ class Merge(AddOn):
 
     def brings(self) -> Stages:
         if self.rule == "d2o":
-            needs = Needs(norms="keys")
-            return Stages(needs=needs, merge=merge_similar, merge_one=merge_one)
-        return Stages(needs=Needs(ColumnSums()), merge=spread_values)
+            return Stages(merge=MergeStages(merge_similar, merge_one, norms="keys"))
+        return Stages(needs=Needs(ColumnSums()), merge=MergeStages(spread_values))

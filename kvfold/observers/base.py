@@ -18,7 +18,6 @@ from kvfold.kernels.gather import pick
 from kvfold.kernels.views import Named
 from kvfold.observers.call import AttentionCall
 from kvfold.store.base import Store
-from kvfold.store.entry_norms import On
 from kvfold.store.sequence import LogicalSequence
 
 V = TypeVar("V", covariant=True)
@@ -164,25 +163,18 @@ class Need(Generic[V]):
 class Needs:
     """Observations that a method's stages read; the layers make no others. None stands for none.
 
-    `only_attention`: the score reads attention data only, and not `layer`. `norms`: of keys or of
-    values, for `merge_one`.
+    `only_attention`: the score reads attention data only, and not `layer`.
     """
 
     observed: frozenset[Need[Any]]
     only_attention: bool
-    norms: On | None
 
     def __init__(
-        self,
-        *observed: Need[Any] | None,
-        only_attention: bool = False,
-        norms: On | None = None,
-        **old: Any,
+        self, *observed: Need[Any] | None, only_attention: bool = False, **old: Any
     ) -> None:
         needs = (each for each in (*observed, *_of_old_names(old)) if each)
         object.__setattr__(self, "observed", frozenset(needs))
         object.__setattr__(self, "only_attention", only_attention)
-        object.__setattr__(self, "norms", norms)
 
     @cached_property
     def by_kind(self) -> dict[type[Need[Any]], Need[Any]]:
@@ -221,12 +213,12 @@ class Needs:
         for kind in self.by_kind.keys() & other.by_kind.keys():
             both[kind] = self.by_kind[kind].joined(other.by_kind[kind])
         alone = self.only_attention or other.only_attention
-        return Needs(*both.values(), only_attention=alone, norms=self.norms or other.norms)
+        return Needs(*both.values(), only_attention=alone)
 
     def without(self, kind: type[Need[Any]]) -> Needs:
         """The others."""
         left = (each for each in self.observed if type(each) is not kind)
-        return Needs(*left, only_attention=self.only_attention, norms=self.norms)
+        return Needs(*left, only_attention=self.only_attention)
 
 
 def kind_of(name: str, attribute: str) -> type[Need[Any]] | None:

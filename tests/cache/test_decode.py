@@ -68,7 +68,7 @@ def test_long_decoding_keeps_what_evicting_with_a_copy_keeps(spec, lengths, monk
 
     logits, (held, dead), cache = run()
     stages = kvfold.parse(spec).stages()
-    assert all(dead) == (stages.merge is None or stages.merge_one is not None)
+    assert all(dead) == (stages.merge is None or stages.merge.one is not None)
     monkeypatch.setattr(layer_module, "evicts_one", lambda *_: False)
     expected, (expected_held, _), copied = run()
     assert held.kept == expected_held.kept and held.kv_bytes == expected_held.kv_bytes

@@ -219,7 +219,7 @@ def test_no_registered_method_is_nested_by_accident():
         if method.nested:
             stages = method.stages()
             assert isinstance(stages.forced.recent, int), spec
-            extra = (stages.select, stages.heads, stages.merge, stages.merge_one, stages.encode)
+            extra = (stages.select, stages.heads, stages.merge, stages.encode)
             assert extra == (None,) * 5 and stages.token_pruning is None, spec
 
 

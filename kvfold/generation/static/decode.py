@@ -213,7 +213,7 @@ def _step_of(stages: Stages) -> str | None:
     if stages.positions == "reindex":
         return "moves its sinks at every step"
     if isinstance(stages.when, Hold):
-        alone = stages.merge is None or stages.merge_one is not None
+        alone = stages.merge is None or stages.merge.one is not None
         if stages.needs.beyond_attention:
             return "reads more than entries and attention at every step"
         return None if alone else "merges an evicted entry into many others at every step"

@@ -39,6 +39,8 @@ class StaticEvicting(StaticBuffers):
         super().__init__(layer, room)
         self.left = self.keys.shape[2] - self.first
         self.plan, self.capacity, self.prefix = state.plan, state.capacity, state.phase.prefix
+        merge = state.plan.stages.merge
+        self.merge_one = None if merge is None else merge.one
         self.tokens, self.phase = state.seen_per_row().clone(), state.phase
         self.running = torch.ones_like(self.tokens, dtype=torch.bool)
         ends = state.forced_ends()
@@ -52,7 +54,7 @@ class StaticEvicting(StaticBuffers):
         sums = {ColumnSums: self.sums, ColumnSquares: self.squares}
         self._observed = {kind: held for kind, held in sums.items() if held is not None}
         self.merging = state.merging
-        if state.plan.stages.merge_one is not None:
+        if self.merge_one is not None:
             # NaN stands for a head of which nothing has left yet.
             nothing = torch.full(
                 self.positions.shape[:2],
@@ -116,15 +118,15 @@ class StaticEvicting(StaticBuffers):
         full = (self.positions >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
         full = full & ~stay.all(-1, keepdim=True)  # a head of forced entries only keeps them
         self.positions.masked_fill_((slots == slot) & full, -1)
-        if self.plan.stages.merge_one is not None:
+        if self.merge_one is not None:
             # A head of capacity 0 keeps no entry to merge into.
             self._merge(slot, full & (capacity > 0).view(-1, 1, 1))
 
     def _merge(self, slot: Tensor, full: Tensor) -> None:
         """Merges the entry evicted at `slot` into a kept one, in each `full [B, H, 1]` head."""
-        assert self.plan.stages.merge_one is not None
+        assert self.merge_one is not None
         leaving = Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
-        (change,) = self.plan.stages.merge_one([leaving])
+        (change,) = self.merge_one([leaving])
         batch, heads = slot.shape[:2]
         rows = torch.arange(batch, device=slot.device).view(-1, 1, 1)
         place = rows, torch.arange(heads, device=slot.device).view(-1, 1), change.slot

@@ -108,7 +108,7 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         check_same(*caches)
         stages = caches[0].method.stages()
         if isinstance(stages.when, Hold):
-            evicting.add(repr((stages.score, stages.merge_one)))
+            evicting.add(repr((stages.score, stages.merge and stages.merge.one)))
     # Beside those that evict: one for rectangles, one for segments.
     assert graphs() == 2 + len(evicting)
     assert set(refusing) == {"cam", "streaming", "rounds", "sirllm"}

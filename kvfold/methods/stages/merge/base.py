@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvfold.store.entry_norms import On
+
 
 @dataclass(frozen=True)
 class Eviction:
@@ -31,7 +33,7 @@ class Leaving:
     hidden: Tensor  # [B, H, T], −∞ at holes and at `slot`, 0 elsewhere
     slot: Tensor  # [B, H, 1] of the evicted entry
     state: Tensor | None = None  # [B, H], as in an `Eviction`
-    norms: Tensor | None = None  # [B, H, T], float32, of keys or values, by `Needs.norms`
+    norms: Tensor | None = None  # [B, H, T], float32, of keys or values, by `Merge.norms`
     products: Tensor | None = None  # [B, H, T], of all keys with the evicted one, or None
 
 
@@ -50,3 +52,19 @@ class Change:
 MergeStage = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
 # Decode evictions of layers whose entries have one shape → a change for each layer
 MergeOneStage = Callable[[Sequence[Leaving]], list[Change]]
+
+
+@dataclass(frozen=True)
+class MergeStages:
+    """A merge stage: of `all` that leave at once, and of `one` entry that decode eviction evicts.
+
+    One None: decode eviction then merges as for many. `norms` of keys or values are for `one`.
+    """
+
+    all: MergeStage
+    one: MergeOneStage | None = None
+    norms: On | None = None
+
+    def __call__(self, eviction: Eviction) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `all`."""
+        return self.all(eviction)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.kernels.gather import joined, take
 from kvfold.kernels.single_query import products
-from kvfold.methods.stages.merge.base import Change, Eviction, Leaving
+from kvfold.methods.stages.merge.base import Change, Eviction, Leaving, MergeStages
 from kvfold.store.entry_norms import On, norms_of
 
 Weights = Literal["softmax", "average", "official"]
@@ -28,20 +28,21 @@ TILE_BYTES = 16 * 2**20  # largest temporary tensor of similarities, or of evict
 
 def merging(
     weights: Merging, similarity: Similarity, beta: float, decide: Decide
-) -> dict[str, Any]:
-    """Merge stages of a method, as arguments of `Stages`; none if `weights` is "none".
+) -> MergeStages | None:
+    """Merge stage of a method; None if `weights` is "none".
 
-    "independent" merges keys by keys and values by values; it has no `merge_one`.
+    "independent" merges keys by keys and values by values, and one entry as many.
     """
     if weights == "none":
-        return {}
+        return None
     options: dict[str, Any] = {"beta": beta, "weights": weights, "decide": decide}
     if similarity == "independent":
-        return {"merge": partial(merge_apart, **options)}
-    return {
-        "merge": partial(merge_similar, on=similarity, **options),
-        "merge_one": partial(merge_one, on=similarity, **options),
-    }
+        return MergeStages(partial(merge_apart, **options))
+    return MergeStages(
+        partial(merge_similar, on=similarity, **options),
+        partial(merge_one, on=similarity, **options),
+        norms=similarity,
+    )
 
 
 def merge_similar(

@@ -329,8 +329,8 @@ def test_options_reach_the_merging():
 
 
 def test_merging_is_composed_with_a_method_that_evicts():
-    assert parse("knorm + merge:rule=d2o").stages().merge is merge_similar
-    assert parse("knorm + merge:rule=cam").stages().merge is spread_values
+    assert parse("knorm + merge:rule=d2o").stages().merge.all is merge_similar
+    assert parse("knorm + merge:rule=cam").stages().merge.all is spread_values
     assert parse("knorm + cam").stages().needs.get(ColumnSums) is not None
     with pytest.raises(IllegalComposition, match="compose it with a method that does"):
         parse("merge").stages()
