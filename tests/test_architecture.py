@@ -62,14 +62,6 @@ LEFT = (
         "methods.stages.when",
         "methods.stages.refit.base",
     },
-    {
-        "cache.byte_count",
-        "cache.cache",
-        "cache.continuation",
-        "cache.copy_to_budget",
-        "cache.edits",
-        "cache.shrink",
-    },
 )
 
 

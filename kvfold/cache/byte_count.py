@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
 from kvfold.cache.stats import Stats
 from kvfold.methods.stages.when import Hold
 
-if TYPE_CHECKING:
-    from kvfold.cache.cache import CompressedCache
 
-
-def stats_of(cache: CompressedCache) -> Stats:
+def stats_of(cache: CacheParts) -> Stats:
     """The `Stats` of a cache."""
     phase, started = cache.phase, [state for state in cache.states if state.store is not None]
     counted: set[int] = set()
@@ -49,7 +45,7 @@ def stats_of(cache: CompressedCache) -> Stats:
     )
 
 
-def nbytes_per_row(cache: CompressedCache) -> list[int]:
+def nbytes_per_row(cache: CacheParts) -> list[int]:
     """Bytes of each row of a cache as if it were alone: without padding, with room of its own.
 
     What observes all rows together is shared equally. Empty before the first token.

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvfold.attention import handshake
 from kvfold.attention.padding import announce, forget_announced
@@ -23,16 +21,16 @@ from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
 from kvfold.cache.continuation import check_mask, check_plain_prompt, padding_rules
 from kvfold.cache.copy_to_budget import take_over
-from kvfold.cache.edits import Edits
+from kvfold.cache.edits import dropped, moved, replaced, take_from
 from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
+from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.cache.shrink import check_nested
-from kvfold.cache.spans import spans_of
-from kvfold.cache.state import LayerState
+from kvfold.cache.spans import Span, spans_of
 from kvfold.cache.stats import Stats
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.forward_hooks import ToldOfForwards
@@ -42,7 +40,6 @@ from kvfold.hf.stock_layers import (
     common_length,
     crop_stock,
     detach_layers,
-    layer_lengths,
     reset_layers,
     stock_layers,
     take_rows,
@@ -54,7 +51,7 @@ from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.store.ragged import share_pairs
 
 
-class CompressedCache(Cache, ToldOfForwards, Edits):
+class CompressedCache(CacheParts, ToldOfForwards):
     """A KV cache that keeps the entries that `method` chooses, within `budget`.
 
     Args:
@@ -111,20 +108,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         )
         super().__init__(layers=layers)
         self._generating, self.dropping_length = False, dropping_length(model)
-        self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
-        self._forward, self.reads_logits = OpenForward(), bool(self.phase.logs)
-        self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
-
-    @property
-    def compressed_layers(self) -> list[CompressedLayer]:
-        """The layers that kvfold compresses, in order."""
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-
-    @property
-    def states(self) -> list[LayerState]:
-        """States of the compressed layers, in order."""
-        return [layer.state for layer in self.compressed_layers]
+        self.forward, self.reads_logits = OpenForward(), bool(self.phase.logs)
 
     @property
     def reconstruction(self) -> ContextReconstruction | None:
@@ -164,7 +149,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         if first:
             forget_announced()  # by a model whose masks are not kvfold's
         level = not first or layer.state.seen == self.states[-1].seen
-        told = self._forward.begun is not None  # else of an inner model's forward
+        told = self.forward.begun is not None  # else of an inner model's forward
         self.binding.asked(first, level, step=told or key_states.shape[2] == 1)
         store = layer.update if any_cast() or not layer.is_initialized else layer.state.append
         keys, values = store(key_states, value_states)
@@ -191,14 +176,10 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.binding.check_rope(start := self.get_seq_length(), self.tokens_read, new)
         if self.reads_logits:  # before missing logits are named as what is wrong
             common_length(self)
-        self._forward.begin(start, self._is_level)
+        self.forward.begin(start, self.is_level)
         check_mask(self, mask, new)
         self.phase.expect(ids, start)
         self.states[0].barrier.unjudged.take()  # of a forward that failed
-
-    def _is_level(self) -> bool:
-        """True if all layers have stored, and attended to, the same tokens."""
-        return not self.binding.waiting and len(layer_lengths(self)) == 1
 
     @torch.compiler.disable
     def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
@@ -206,54 +187,29 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
         Layers that waited for these evict. Raises as `OpenForward.check_stored`, `Phase.note_read`.
         """
-        self._forward.check_stored(self.get_seq_length())
+        self.forward.check_stored(self.get_seq_length())
         detach_layers(self.other_layers().values())
-        if ids is not None and self._forward.begun is not None:
-            self.phase.note_read(ids, self._forward.begun, logits, self.tokens_read())
+        if ids is not None and self.forward.begun is not None:
+            self.phase.note_read(ids, self.forward.begun, logits, self.tokens_read())
         self.phase.forget_incoming()
-        self._forward.close()
+        self.forward.close()
         evict_judged(self.states[0].barrier)
 
     def forward_failed(self, seen: int) -> None:
         """Notes that a forward that began at `seen` columns stored tokens and then failed."""
-        self._forward.begun = seen
-
-    @property
-    def broke_off(self) -> bool:
-        """True if a forward failed between layers, which no longer hold the same tokens."""
-        return self._forward.states_moved or not self._is_level()
+        self.forward.begun = seen
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stores one recurrent layer's convolution state."""
-        self._forward.move_states()
+        self.forward.move_states()
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stores one recurrent layer's state."""
-        self._forward.move_states()
+        self.forward.move_states()
         return super().update_recurrent_state(*args, **kwargs)
 
     # --- prefills ---------------------------------------------------------------------------
-
-    @contextmanager
-    def reading(self, until: int | None = None) -> Iterator[None]:
-        """Joins several forwards into one prefill: nothing is compressed until the block ends.
-
-        With `until`, the number of columns at which the prefill is complete, the forward that
-        reaches it compresses, even after the block. After an error inside the block nothing is
-        compressed.
-        """
-        self.phase.reading, self.phase.until = until is None, until or 0
-        try:
-            yield
-        except BaseException:
-            self.phase.until, self.phase.before_refit = 0, None
-            raise
-        finally:
-            self.phase.end_reading()
-        with self.phase.refitting():
-            for layer in self.compressed_layers if until is None else []:
-                layer.end_reading()
 
     def to_budget(self, budget: Given, method: Method | str | None = None) -> CompressedCache:
         """A copy whose open prefill ends now, compressed to another budget, by `method` if given.
@@ -262,27 +218,6 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         and for a method that needs what this cache's method does not observe.
         """
         return take_over(self, budget, self.method if method is None else parse(method))
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Evicts nothing inside the block, so that its tokens can be cropped afterwards."""
-        before, self.phase.frozen = self.phase.frozen, True
-        outer = self._before_freezing
-        if outer is None:
-            self._before_freezing = (self.get_seq_length(), copy.deepcopy(self.other_layers()))
-            self.phase.freeze(True)
-        try:
-            yield
-        finally:
-            self.phase.frozen, self._before_freezing = before, outer
-            if not before:
-                self.phase.freeze(False)
-                for layer in self.other_layers().values():
-                    layer.record_past = False
-
-    def other_layers(self) -> dict[int, Any]:
-        """The layers that stay transformers' own: sliding windows and recurrent states."""
-        return {i: x for i, x in enumerate(self.layers) if not isinstance(x, CompressedLayer)}
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding, which crops tokens; KvfoldError unless frozen."""
@@ -304,7 +239,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         length = self.get_seq_length() + tokens_to_remove
         saved = self._saved_at(length)
         self.phase.crop(length)
-        self._forward.states_moved &= saved is None
+        self.forward.states_moved &= saved is None
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
         for i, other in self.other_layers().items():
@@ -325,18 +260,13 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
                 "of older tokens: they only go back to where a `with cache.frozen():` block began"
             )
 
-    def _saved_at(self, length: int) -> dict[int, Any] | None:
-        """Copies of the other layers, made when a `frozen()` block began at `length`; else None."""
-        at, saved = self._before_freezing or (-1, None)
-        return saved if at == length else None
-
     def reset(self) -> None:
         """Empties the cache."""
         reset_layers(self.layers)
         self.phase.reset()
         self.states[0].barrier.reset()
         self.per_chunk = self._before_freezing = self.rope_deltas = self.binding.read_by = None
-        self._forward.close()
+        self.forward.close()
         self.binding.answered()
 
     @property
@@ -374,25 +304,28 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.phase.index(lambda x: x.index_select(0, rows.to(x.device)))
         share_pairs(state.store for state in self.states)
 
-    @property
-    def rows(self) -> int:
-        """Rows B of the batch; 0 before the first token."""
-        store = self.states[0].store
-        return 0 if store is None else store.keys.shape[0]
+    # --- edits ------------------------------------------------------------------------------
 
-    def tokens_read(self) -> Tensor | None:
-        """Bool mask `[B, seen]` of the columns that are no padding; None: all."""
-        return self.states[0].sequence.tokens()
+    def drop(self, *spans: Span) -> None:
+        """Removes spans, as they stand in the text now; later tokens move up, once for all spans.
 
-    def positions(self, layer: int) -> list[list[Tensor]]:
-        """Columns stored by compressible layer `layer`, ascending: `[B][H]` of 1-D int64 tensors.
-
-        Columns are those of the attention mask: padding counts, and is never listed itself.
+        KvfoldError for none, and for spans that overlap; for any edit, see `cache/edits.py`.
         """
-        own = self.states[layer]
-        if own.store is None:
-            return []
-        return [[head[head >= 0] for head in row] for row in own.columns()]
+        take_from(self, dropped(self, *spans))
+
+    def move(self, span: Span, to: int) -> None:
+        """Puts a span before token `to`. KvfoldError for a batch with padding."""
+        take_from(self, moved(self, span, to))
+
+    def replace(self, span: Span, ids: Tensor) -> None:
+        """Reads tokens `ids [B, m]` in place of a span. KvfoldError for a batch with padding.
+
+        The new tokens attend to what stands before them, and come on top of the budget. Later
+        tokens keep their entries. KvfoldError for ids that the model does not know, for more new
+        tokens than `max_cache_tokens` has room for, and for methods that sum attention, or score by
+        logits: those of later tokens after new ones are not known.
+        """
+        take_from(self, replaced(self, span, ids))
 
     def stats(self) -> Stats:
         """Entries and bytes stored now; prints in a few lines, `details()` layer by layer."""

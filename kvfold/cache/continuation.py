@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.padding import ColumnsRead, Padding
 from kvfold.cache.history import Difference
+from kvfold.cache.parts import CacheParts
 from kvfold.errors import KvfoldError
 from kvfold.hf.stock_layers import has_recurrent
 from kvfold.hf.template_arguments import date_told
 from kvfold.store.ragged import RaggedStore
 
-if TYPE_CHECKING:
-    from kvfold.cache.cache import CompressedCache
 
-
-def columns_read(cache: CompressedCache) -> ColumnsRead | None:
+def columns_read(cache: CacheParts) -> ColumnsRead | None:
     """The columns that a cache has read; None before the first."""
     seen, tokens = cache.get_seq_length(), cache.tokens_read()
     if seen == 0:
@@ -31,7 +28,7 @@ def columns_read(cache: CompressedCache) -> ColumnsRead | None:
     return ColumnsRead(tokens, max(state.evicted_at for state in cache.states))
 
 
-def padding_rules(cache: CompressedCache, new: int) -> Padding:
+def padding_rules(cache: CacheParts, new: int) -> Padding:
     """Rules for the padding of the next `new` columns of a cache."""
     others, read = cache.other_layers().values(), partial(columns_read, cache)
     recurrent, uneven = has_recurrent(others), partial(has_uneven_heads, cache)
@@ -40,12 +37,12 @@ def padding_rules(cache: CompressedCache, new: int) -> Padding:
     return Padding(name, new, columns, slides, recurrent, read, uneven, frozen)
 
 
-def has_uneven_heads(cache: CompressedCache) -> bool:
+def has_uneven_heads(cache: CacheParts) -> bool:
     """True if heads of a layer keep different numbers of entries, or may."""
     return any(isinstance(state.store, RaggedStore) for state in cache.states)
 
 
-def check_mask(cache: CompressedCache, mask: Tensor | None, new: int) -> None:
+def check_mask(cache: CacheParts, mask: Tensor | None, new: int) -> None:
     """Raises KvfoldError for a caller's mask of `new` columns that a cache cannot follow.
 
     `[B, N]` as `Padding.check_width`, `[B, Hq or 1, S, N]` as `Padding.check_whole`, too.
@@ -58,7 +55,7 @@ def check_mask(cache: CompressedCache, mask: Tensor | None, new: int) -> None:
         rules.check_whole(mask)
 
 
-def parting(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Difference | None:
+def parting(cache: CacheParts, ids: Tensor, mask: Tensor | None) -> Difference | None:
     """Where a prompt `ids [B, N]` first differs from what the cache has read, None: nowhere.
 
     `mask [B, N]` is 0 at padding, None without any. Raises KvfoldError for other rows than the
@@ -75,9 +72,7 @@ def parting(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Differe
     return cache.phase.history.parts_from(ids, torch.ones_like(ids) if mask is None else mask, read)
 
 
-def check_prompt(
-    cache: CompressedCache, ids: Tensor | None, mask: Tensor | None, total: int
-) -> None:
+def check_prompt(cache: CacheParts, ids: Tensor | None, mask: Tensor | None, total: int) -> None:
     """Raises KvfoldError unless a prompt of `total` columns begins with what the cache has read.
 
     Raises as `parting`, too; `ids` may be None for embeddings, which are not compared.
@@ -104,7 +99,7 @@ def check_prompt(
 
 
 def check_plain_prompt(
-    cache: CompressedCache, ids: Tensor | None, mask: Tensor | None, total: int
+    cache: CacheParts, ids: Tensor | None, mask: Tensor | None, total: int
 ) -> None:
     """As `check_prompt` for a turn of the model's own `generate`, and as `check_model`.
 

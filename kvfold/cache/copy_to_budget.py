@@ -6,12 +6,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvfold.cache import setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.fits import Fits
 from kvfold.cache.model_binding import UNMOVED
+from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
@@ -20,13 +21,12 @@ from kvfold.methods.layer_budgets import Given
 from kvfold.observers.last_queries import window_of
 from kvfold.observers.references import ReferenceQueries, ReferencesNeed
 
-if TYPE_CHECKING:
-    from kvfold.cache.cache import CompressedCache
+C = TypeVar("C", bound=CacheParts)
 
 T = TypeVar("T")
 
 
-def take_over(cache: CompressedCache, budget: Given, method: Method) -> CompressedCache:
+def take_over(cache: C, budget: Given, method: Method) -> C:
     """A copy of `cache` whose prefill has ended, compressed by `method`.
 
     Raises KvfoldError as `CompressedCache.to_budget`.
@@ -50,7 +50,7 @@ def take_over(cache: CompressedCache, budget: Given, method: Method) -> Compress
         cache.binding.check_images(ids, UNMOVED)
     other = copy.deepcopy(cache, _left_out(cache, stages))
     other.phase.reads_ids = Phase.of(stages.needs).reads_ids
-    other.method, other.budget, other.fits = method, made, fits
+    other.take(method=method, budget=made, fits=fits)
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
@@ -61,7 +61,7 @@ def take_over(cache: CompressedCache, budget: Given, method: Method) -> Compress
     return other
 
 
-def _left_out(cache: CompressedCache, stages: Stages) -> dict[int, ReferenceQueries]:
+def _left_out(cache: CacheParts, stages: Stages) -> dict[int, ReferenceQueries]:
     """By `id`, what a copy has in place of reference queries that its method does not need.
 
     They may be larger than the entries.

@@ -4,6 +4,12 @@
 Entries before an edit stay as they are, those after it take new positions in closed form. In the
 first layer this equals reading the edited text; deeper entries were computed while the old tokens
 were in view, and remember them: what is dropped is out of sight, not forgotten.
+
+A span `(start, stop)` counts a row's tokens, as in `protect`. An edit raises KvfoldError, and
+changes nothing, for a span that is not in every row or whose entries were all evicted; inside a
+prefill or a `frozen()` block; for encoded entries, and for sliding windows and recurrent layers;
+UnsupportedModel for keys that cannot be rotated, and for images whose positions are not their
+columns (M-RoPE).
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +27,7 @@ from kvfold.cache import setup
 from kvfold.cache.barrier import Barrier
 from kvfold.cache.history import History
 from kvfold.cache.open_forward import OpenForward
+from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.renumber import Inserted, Renumbering, renumbered
 from kvfold.cache.spans import Span, span_of, whole_number
@@ -29,52 +36,20 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.models import read_tokens, text_config
 from kvfold.observers.column_sums import ColumnSums
 
-if TYPE_CHECKING:
-    from kvfold.cache.cache import CompressedCache
+C = TypeVar("C", bound=CacheParts)
 
 REREAD = "make a new cache and read the edited text"
 LEAVES_NONE = "an edit leaves at least one token: cache.reset() empties a cache"
 
 
-class Edits:
-    """Edits of a `CompressedCache`. A span `(start, stop)` counts a row's tokens, as in `protect`.
-
-    An edit raises KvfoldError, and changes nothing, for a span that is not in every row or whose
-    entries were all evicted; inside a prefill or a `frozen()` block; for encoded entries, and for
-    sliding windows and recurrent layers; UnsupportedModel for keys that cannot be rotated, and for
-    images whose positions are not their columns (M-RoPE).
-    """
-
-    def drop(self: CompressedCache, *spans: Span) -> None:  # type: ignore[misc]
-        """Removes spans, as they stand in the text now; later tokens move up, once for all spans.
-
-        KvfoldError for none, and for spans that overlap.
-        """
-        take_from(self, dropped(self, *spans))
-
-    def move(self: CompressedCache, span: Span, to: int) -> None:  # type: ignore[misc]
-        """Puts a span before token `to`. KvfoldError for a batch with padding."""
-        take_from(self, moved(self, span, to))
-
-    def replace(self: CompressedCache, span: Span, ids: Tensor) -> None:  # type: ignore[misc]
-        """Reads tokens `ids [B, m]` in place of a span. KvfoldError for a batch with padding.
-
-        The new tokens attend to what stands before them, and come on top of the budget. Later
-        tokens keep their entries. KvfoldError for ids that the model does not know, for more new
-        tokens than `max_cache_tokens` has room for, and for methods that sum attention, or score by
-        logits: those of later tokens after new ones are not known.
-        """
-        take_from(self, replaced(self, span, ids))
-
-
-def take_from(cache: CompressedCache, other: CompressedCache) -> None:
+def take_from(cache: C, other: C) -> None:
     """Turns `cache` into `other`, which is not used any more."""
-    cache.layers, cache.phase, cache.binding = other.layers, other.phase, other.binding
-    cache.protect = other.protect
+    names = "layers", "phase", "binding", "protect"
+    cache.take(**{name: getattr(other, name) for name in names})
 
 
-def dropped(cache: CompressedCache, *spans: Span) -> CompressedCache:
-    """A copy of `cache` without spans; see `Edits`."""
+def dropped(cache: C, *spans: Span) -> C:
+    """A copy of `cache` without spans."""
     if not spans:
         raise KvfoldError("name at least one span to drop")
     latest, *others = sorted((_checked(cache, span) for span in spans), reverse=True)
@@ -90,8 +65,8 @@ def dropped(cache: CompressedCache, *spans: Span) -> CompressedCache:
     return _copy(cache, by)
 
 
-def moved(cache: CompressedCache, span: Span, to: int) -> CompressedCache:
-    """A copy of `cache` with a span before token `to`; see `Edits`."""
+def moved(cache: C, span: Span, to: int) -> C:
+    """A copy of `cache` with a span before token `to`."""
     to, seen = whole_number(to), cache.get_seq_length()
     start, stop = _checked(cache, span, to)
     _check_no_padding(cache, "moves")
@@ -104,8 +79,8 @@ def moved(cache: CompressedCache, span: Span, to: int) -> CompressedCache:
 
 
 @torch.no_grad()
-def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache:
-    """A copy of `cache` with tokens `ids [B, m]` in place of a span; see `Edits`."""
+def replaced(cache: C, span: Span, ids: Tensor) -> C:
+    """A copy of `cache` with tokens `ids [B, m]` in place of a span."""
     start, stop = _checked(cache, span)
     _check_no_padding(cache, "replaces")
     whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.dtype == torch.bool)
@@ -131,7 +106,7 @@ def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache
     return edited
 
 
-def joined(first: CompressedCache, second: CompressedCache, skip: int) -> CompressedCache:
+def joined(first: C, second: C, skip: int) -> C:
     """A cache of one row with the tokens of `first`, and of `second` without the first `skip`.
 
     The two have not read each other. It goes on with the method and budget of `first`. Raises
@@ -172,15 +147,15 @@ class New(NamedTuple):
         return Inserted(*store.dense(), columns.masked_fill(columns < self.first, -1), store.bias)
 
 
-def model_of(cache: CompressedCache) -> PreTrainedModel:
+def model_of(cache: CacheParts) -> PreTrainedModel:
     """The model of a cache."""
     return cache.states[0].rotation.model
 
 
-def check_editable(cache: CompressedCache) -> None:
-    """Raises KvfoldError for a cache that cannot be edited now, or never; see `Edits`."""
+def check_editable(cache: CacheParts) -> None:
+    """Raises KvfoldError for a cache that cannot be edited now, or never."""
     phase = cache.phase
-    open_, seen = cache._forward.begun, cache.get_seq_length()
+    open_, seen = cache.forward.begun, cache.get_seq_length()
     if cache.broke_off or (open_ is not None and seen > open_):
         raise KvfoldError(f"the last forward of this cache failed: {REREAD}")
     if phase.in_prefill(seen) or phase.frozen or phase.own_size is not None:
@@ -204,14 +179,14 @@ def check_editable(cache: CompressedCache) -> None:
         state.rotation.check(REREAD)
 
 
-def holds(cache: CompressedCache, span: Span) -> bool:
+def holds(cache: CacheParts, span: Span) -> bool:
     """True if an entry of a span is left, in any layer and KV head."""
     start, stop = span
     gone = [((at := state.positions()) < start) | (at >= stop) for state in cache.states]
     return not all(cache.ranks.all(each.all()) for each in gone)
 
 
-def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
+def _checked(cache: CacheParts, span: Span, to: int | None = None) -> Span:
     """The span, as whole numbers, of a cache that may be edited and holds some of its entries.
 
     Raises KvfoldError for another, and where the span, or token `to` before which it goes, is one
@@ -238,7 +213,7 @@ def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
     return start, stop
 
 
-def check_replaceable(cache: CompressedCache) -> None:
+def check_replaceable(cache: CacheParts) -> None:
     """Raises KvfoldError where numbers of a method are unknown for tokens that were read apart."""
     if cache.reads_logits:
         raise KvfoldError(
@@ -252,7 +227,7 @@ def check_replaceable(cache: CompressedCache) -> None:
         )
 
 
-def _check_bound(edited: CompressedCache) -> None:
+def _check_bound(edited: CacheParts) -> None:
     """Raises KvfoldError where tokens until the next eviction would pass `max_cache_tokens`."""
     most, first = edited.max_cache_tokens, edited.states[0]
     if most is None:
@@ -268,7 +243,7 @@ def _check_bound(edited: CompressedCache) -> None:
         )
 
 
-def _check_no_padding(cache: CompressedCache, what: str) -> None:
+def _check_no_padding(cache: CacheParts, what: str) -> None:
     if cache.states[0].sequence.valid is not None:
         raise KvfoldError(
             f"a batch with padding {what} no tokens, as its rows begin in different columns: edit "
@@ -276,30 +251,25 @@ def _check_no_padding(cache: CompressedCache, what: str) -> None:
         )
 
 
-def _copy(
-    cache: CompressedCache, by: Renumbering, new: New | None = None, protect: Sequence[Span] = ()
-) -> CompressedCache:
+def _copy(cache: C, by: Renumbering, new: New | None = None, protect: Sequence[Span] = ()) -> C:
     """A copy of `cache` with its entries renumbered, and new ones in the columns left free.
 
     `protect` are further spans of the result.
     """
-    other = copy.copy(cache)
-    stay = (place for span in cache.protect for place in by.spans(span))
-    other.protect = (*stay, *protect)
-    other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
-    other.phase = _phase(cache.phase, by, new)
+    spans = (*(place for span in cache.protect for place in by.spans(span)), *protect)
+    binding, phase = copy.deepcopy(cache.binding), _phase(cache.phase, by, new)
     barrier: Barrier[LayerState] = Barrier()
-    stages = setup.stages_of(cache.method, other.protect, cache.ranks, cache.fits)
-    other.layers = []
+    stages = setup.stages_of(cache.method, spans, cache.ranks, cache.fits)
+    layers = []
     for index, layer in enumerate(cache.compressed_layers):
-        edited = copy.copy(layer)
-        edited.binding = other.binding
         state = renumbered(layer.state, by, None if new is None else new.of_layer(index))
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
         plan = replace(state.plan, stages=own)
-        edited.state = replace(state, plan=plan, phase=other.phase, barrier=barrier)
-        other.layers.append(edited)
-    return other
+        state = replace(state, plan=plan, phase=phase, barrier=barrier)
+        layers.append(layer.copied(state, binding))
+    return cache.copied(
+        layers=layers, protect=spans, binding=binding, phase=phase, forward=OpenForward()
+    )
 
 
 def _phase(phase: Phase, by: Renumbering, new: New | None) -> Phase:

@@ -35,30 +35,30 @@ def fork(cache: CompressedCache) -> CompressedCache:
     at the same time, each in a thread of its own, as long as `cache` reads nothing itself. Only the
     states of sliding and recurrent layers, which are small, are copied.
     """
-    reader = copy.copy(cache)
-    old, reader.reads_logits = cache.phase, False
-    reader.phase = Phase(old.reads_ids, frozen=True, prefix=old.prefix, history=old.history)
+    old = cache.phase
+    phase = Phase(old.reads_ids, frozen=True, prefix=old.prefix, history=old.history)
     barrier: Barrier[LayerState] = Barrier()
-    reader.binding = copy.deepcopy(cache.binding)
-    reader.binding.answered()
-    reader._forward = dataclasses.replace(cache._forward)
-    reader.layers = [
-        _fork_layer(layer, reader.phase, barrier, reader.binding)
+    binding = copy.deepcopy(cache.binding)
+    binding.answered()
+    layers = [
+        _fork_layer(layer, phase, barrier, binding)
         if isinstance(layer, CompressedLayer)
         else copy.deepcopy(layer)
         for layer in cache.layers
     ]
-    return reader
+    forward = dataclasses.replace(cache.forward)
+    return cache.copied(
+        layers=layers, phase=phase, binding=binding, forward=forward, reads_logits=False
+    )
 
 
 def _fork_layer(
     layer: CompressedLayer, phase: Phase, barrier: Barrier[LayerState], binding: ModelBinding
 ) -> CompressedLayer:
-    other, state = copy.copy(layer), layer.state
+    state = layer.state
     # Sinks move by the number of evicted tokens only, and a fork evicts none.
     state.settle_sinks()
-    other.binding = binding
-    other.state = dataclasses.replace(
+    own = dataclasses.replace(
         state,
         phase=phase,
         barrier=barrier,
@@ -71,8 +71,8 @@ def _fork_layer(
         observers=state.observers.fresh(),
     )
     if KeysBeforeRope in state.needs:
-        other.state.observers.moves.set(state.key_moves())
-    return other
+        own.observers.moves.set(state.key_moves())
+    return layer.copied(own, binding)
 
 
 def fork_within(cache: CompressedCache, size: int) -> CompressedCache:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -139,6 +140,12 @@ class CompressedLayer(CacheLayerMixin):
                 "under this torch.autocast: leave it, or read the text under it too"
             )
         return keys.to(wide), values.to(wide)
+
+    def copied(self, state: LayerState, binding: ModelBinding) -> CompressedLayer:
+        """A copy with another state and binding."""
+        other = copy.copy(self)
+        other.state, other.binding = state, binding
+        return other
 
     def note_restored(self) -> None:
         """Notes that the layer's state was read from a file."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
 from kvfold.cache.observe import observation_of_stored
+from kvfold.cache.parts import CacheParts
 from kvfold.cache.plan import checked_budget
 from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.sizes import even_size, size_of, without_room
@@ -27,11 +28,10 @@ from kvfold.observers.base import Needs
 from kvfold.observers.fitted import EntryScorer
 from kvfold.observers.reconstruction import ContextReconstruction
 
-if TYPE_CHECKING:
-    from kvfold.cache.cache import CompressedCache
+C = TypeVar("C", bound=CacheParts)
 
 
-def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCache:
+def shrunk(cache: C, budget: Budget | float | str) -> C:
     """A copy of `cache` with a smaller budget, as if its first prefill had been compressed to it.
 
     Only kept entries are copied. Raises as `shrink`.
@@ -47,7 +47,7 @@ def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCa
 
 @full_precision
 @torch.no_grad()
-def shrink(cache: CompressedCache, budget: Budget | float | str) -> None:
+def shrink(cache: CacheParts, budget: Budget | float | str) -> None:
     """Evicts to a smaller budget, in place, as if the first prefill had been compressed to it.
 
     One layer after another, so that no second cache is held; forks keep the entries that they
@@ -69,7 +69,7 @@ def shrink(cache: CompressedCache, budget: Budget | float | str) -> None:
         for state, observation in observed:
             state.adopt(replace(state.plan, budget=made, stages=by_kept))
             _check_monotone(state, observation)
-        cache.budget = made
+        cache.take(budget=made)
         plans = [replace(plan, budget=made) for plan in plans]
         for state, observation in observed:
             if state.reindexed is not None:
@@ -96,7 +96,7 @@ def is_nested(method: Method) -> bool:
     return nested and method.takes_budget
 
 
-def _check_settled(cache: CompressedCache) -> None:
+def _check_settled(cache: CacheParts) -> None:
     """Raises KvfoldError unless the cache is as its first prefill's compression left it."""
     states = cache.states
     if any(

@@ -166,20 +166,21 @@ class Needs:
     `only_attention`: the score reads attention data only, and not `layer`.
     """
 
-    observed: frozenset[Need[Any]]
+    observed: tuple[Need[Any], ...]  # in the order of their types' names
     only_attention: bool
 
     def __init__(
         self, *observed: Need[Any] | None, only_attention: bool = False, **old: Any
     ) -> None:
-        needs = (each for each in (*observed, *_of_old_names(old)) if each)
-        object.__setattr__(self, "observed", frozenset(needs))
+        needs = {each for each in (*observed, *_of_old_names(old)) if each}
+        ordered = sorted(needs, key=lambda each: type(each).__name__)
+        object.__setattr__(self, "observed", tuple(ordered))
         object.__setattr__(self, "only_attention", only_attention)
 
     @cached_property
     def by_kind(self) -> dict[type[Need[Any]], Need[Any]]:
-        """The needs by their type, in the order of their words."""
-        return {type(need): need for need in sorted(self.observed, key=lambda each: each.words)}
+        """The needs by their type."""
+        return {type(need): need for need in self.observed}
 
     def get(self, kind: type[N]) -> N | None:
         """The need of a `kind`; None if there is none."""
@@ -200,12 +201,12 @@ class Needs:
         return any(each.rotates_back(self) for each in self.observed)
 
     @property
-    def while_reading(self) -> frozenset[Need[Any]]:
+    def while_reading(self) -> tuple[Need[Any], ...]:
         """Observations made in each forward of a prefill, the window queries aside.
 
         All else is computed when the prefill ends.
         """
-        return frozenset(each for each in self.observed if each.while_reading)
+        return tuple(each for each in self.observed if each.while_reading)
 
     def joined(self, other: Needs) -> Needs:
         """Union of the needs of two methods; raises IllegalComposition as `Need.joined`."""

@@ -220,7 +220,7 @@ def test_no_registered_method_is_nested_by_accident():
             stages = method.stages()
             assert isinstance(stages.forced.recent, int), spec
             extra = (stages.select, stages.heads, stages.merge, stages.encode)
-            assert extra == (None,) * 5 and stages.token_pruning is None, spec
+            assert extra == (None,) * 4 and stages.token_pruning is None, spec
 
 
 def test_a_cache_does_not_grow(models):
