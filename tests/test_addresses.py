@@ -94,6 +94,8 @@ TESTED_BY = {
     "methods/stages/allocate/retrieval.py": "methods/test_duo.py",
     "methods/stages/allocate/tolerance.py": "methods/test_auto.py",
     "methods/stages/when.py": "methods/test_every.py",
+    "methods/method.py": "methods/test_own_methods.py",
+    "methods/stages/base.py": "methods/test_every.py",
     "methods/stages/merge/base.py": "methods/stages/merge/test_most_similar.py",
     "methods/stages/refit/base.py": "methods/test_match.py",
     "methods/stages/score/chunk_attention.py": "methods/test_compactor.py",

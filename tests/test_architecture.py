@@ -52,26 +52,8 @@ def test_nothing_imports_upwards(module: str) -> None:
     assert not beside or own in (FLOOR["errors"], FLOOR["loading"], FLOOR["eval"])
 
 
-# Circles that are left in the core, each by its files: no other circle, and none of these that is
-# broken, may be here.
-LEFT = (
-    {
-        "methods.base",
-        "methods.option_values",
-        "methods.registry",
-        "methods.stages.when",
-        "methods.stages.refit.base",
-    },
-)
-
-
 def test_there_are_no_circles_of_files_lazy_and_typed_imports_counted() -> None:
-    graph = {name: imports(path) for name, path in MODULES.items()}
-    found = [{name.removeprefix("kvfold.") for name in circle} for circle in circles(graph)]
-    left = [circle for circle in found if any(circle <= known for known in LEFT)]
-    assert [circle for circle in found if circle not in left] == []
-    gone = [known for known in LEFT if not any(circle <= known for circle in left)]
-    assert not gone, "strike what is broken"
+    assert circles({name: imports(path) for name, path in MODULES.items()}) == []
 
 
 def test_there_are_no_circles_of_wings() -> None:

@@ -23,9 +23,10 @@ from kvfold.cache.state import LayerState
 from kvfold.kernels.gather import joined
 from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.base import rounds_hold
 from kvfold.methods.stages.merge.base import Leaving
 from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
-from kvfold.methods.stages.when import Hold, rounds_hold
+from kvfold.methods.stages.when import Hold
 from kvfold.observers.call import AttentionCall, PredictedEviction
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums, RunningSums
 from kvfold.store.dense import DenseStore

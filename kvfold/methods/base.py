@@ -8,231 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
-from warnings import warn
-
-from torch import Tensor
 
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.observation import Observation
+from kvfold.methods.method import Method as Method
+from kvfold.methods.method import called as called
 from kvfold.methods.option_values import as_text, check_options, from_text
 from kvfold.methods.registry import plus_of, preset, registered, with_known_names
 from kvfold.methods.registry import register as register
-from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.merge.base import MergeStages
-from kvfold.methods.stages.refit.base import Refit, check_refit
-from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.select.one_set import Level
+from kvfold.methods.stages.base import Across as Across
+from kvfold.methods.stages.base import Heads as Heads
+from kvfold.methods.stages.base import Measured as Measured
+from kvfold.methods.stages.base import Schedule as Schedule
+from kvfold.methods.stages.base import Score as Score
+from kvfold.methods.stages.base import Select as Select
+from kvfold.methods.stages.base import Stages as Stages
+from kvfold.methods.stages.base import TokenPruning as TokenPruning
 from kvfold.methods.stages.when import (
     AtEnd,
-    Hold,
-    Positions,
-    Rounds,
-    When,
-    check_when,
-    of_old_options,
-    replaced_rounds,
 )
 from kvfold.observers.base import Needs
-from kvfold.observers.reconstruction import ContextReconstruction
-from kvfold.store.encoding import Encode
-
-# Observation → scores [B, H, T], higher = keep
-Score = Callable[[Observation], Tensor]
-# Observation of a layer with every token → slots [B, K] of the tokens that the next layer computes
-TokenPruning = Callable[[Observation], Tensor]
-# (Observation, scores [B, H, T], forced [B, H, T], positions [B, H, T] with −1 for padding, entries
-# to keep [B, H], forced ones included) → slots [B, H, K] ascending, −1 for holes
-Select = Callable[[Observation, Tensor, Tensor, Tensor, Tensor], Tensor]
-# (total entries over all layers, tokens seen, layers) → entries per layer
-Schedule = Callable[[int, int, int], list[int]]
-# (scores [B, H, T] with −inf for entries that are no candidates, mean entries per head [B]) →
-# entries per head [B, H]
-Heads = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Allocation without a budget: each layer's size follows from its own observation.
-
-    `size`: Observation → entries per head `[B]`, or `[B, H]` with `per_head`, forced ones included.
-    `error`: (Observation, kept entries bool `[B, H, T]`) → relative error `[B, 1 or 2]` of the
-    layer's output, predicted and measured; None: not reported. `in_rounds`: sizes follow from each
-    round's observation.
-    """
-
-    size: Callable[[Observation], Tensor]
-    error: Callable[[Observation, Tensor], Tensor] | None = None
-    per_head: bool = False
-    in_rounds: bool = False
-
-
-@dataclass(frozen=True)
-class Across:
-    """Allocation across layers: sizes that depend on a statistic of every layer.
-
-    `statistic`: Observation → tensor of any shape that `share` understands. `share`: (statistics of
-    all layers, budget per head and layer `[B]`, tokens seen `[B]`) → entries per head of each
-    layer, `[B]`, or `[B, H]` with `per_head`. The budget is int64; with `unrounded` it is float64,
-    before rounding down. A layer of size `UNLIMITED` (methods/stages/allocate/rounding.py) is never
-    compressed. `in_rounds`: in rounds sizes per head hold for the answer too; heads of size
-    `UNLIMITED` grow. `parts`: a file; a cache gives `share` its content, as `parts=`.
-    """
-
-    statistic: Callable[[Observation], Tensor]
-    share: Callable[..., list[Tensor]]
-    per_head: bool = False
-    unrounded: bool = False
-    in_rounds: bool = False
-    parts: PartsSource | None = None
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The stages of a method; a stage at None or at its default does nothing.
-
-    `when` entries leave: see `methods/stages/when.py`. `positions` "reindex" rotates sinks up to
-    the recent tokens (StreamingLLM); "consecutive" rotates, at each eviction, all kept keys of a
-    head up to the positions before the next token. Raises IllegalComposition for stages that
-    exclude one another.
-    """
-
-    needs: Needs = field(default_factory=Needs)  # data to observe during forwards
-    score: Score | None = None  # None: every entry is kept
-    # layers' sizes; None with a score: uniform
-    allocate: Schedule | Measured | Across | None = None
-    heads: Heads | None = None  # a layer's size shared among its heads
-    select: Select | None = None  # slots to keep; None: those of the highest scores
-    level: Level | None = None  # all layers and heads keep one set of tokens, made by this rule
-    forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
-    merge: MergeStages | None = None  # changes kept entries by evicted ones
-    refit: Refit | None = None  # fits kept values and biases to reference queries
-    encode: Encode | None = None  # how the oldest entries are stored
-    when: When = field(default_factory=AtEnd)  # at which entries leave
-    positions: Positions = "original"
-    token_pruning: TokenPruning | None = None  # runs between the layers of a forward
-    inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not
-    method: str = ""  # the method's text, filled in by the cache
-    # What `when` replaces, until 0.2
-    decode: InitVar[str | None] = None
-    every: InitVar[int | None] = None
-    prompt: InitVar[str | None] = None
-    sizes: InitVar[str | None] = None
-    phase: InitVar[str | None] = None
-    agree: InitVar[bool] = False
-
-    def __post_init__(
-        self,
-        decode: str | None,
-        every: int | None,
-        prompt: str | None,
-        sizes: str | None,
-        phase: str | None,
-        agree: bool,
-    ) -> None:
-        old = {"decode": decode, "every": every, "prompt": prompt, "sizes": sizes, "phase": phase}
-        when = of_old_options(old)
-        if when is not None:
-            object.__setattr__(self, "when", when)
-        if agree:
-            warn('Stages(agree=True) is Stages(level="best") now', DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "level", "best")
-        if self.score is not None and self.allocate is None:
-            object.__setattr__(self, "allocate", uniform)
-        check_when(self)
-        check_refit(self)
-        if self.heads is not None and getattr(self.allocate, "per_head", False):
-            raise IllegalComposition(
-                "each head has a size of its own already: leave out one of the two methods"
-            )
-        if self.encode is not None and self.encode.pairs and not self._same_in_all_heads():
-            raise IllegalComposition(
-                "two layers are stored as a pair, so all their heads must keep the same entries: "
-                "choose one that goes by position, such as streaming_llm_original:decode=append"
-            )
-        if self.token_pruning is not None and (self.score is not None or self.encode is not None):
-            raise IllegalComposition(
-                "tokens are pruned between the layers of the prompt's forward and stored as they "
-                "come: nothing else selects or encodes them, so use that method alone"
-            )
-        if self.token_pruning is not None and self.needs.beyond_attention:
-            raise IllegalComposition(
-                "tokens are pruned between the layers by entries and attention alone: leave "
-                "token ids, keys before RoPE, output norms and surprise out of Needs"
-            )
-
-    @property
-    def evicts_while_decoding(self) -> bool:
-        """True if a layer stays near its size however long the answer is."""
-        return isinstance(self.when, (Hold, Rounds))
-
-    @property
-    def rounds(self) -> Rounds | None:
-        """The rounds in which generated tokens leave; None if they do not in rounds."""
-        return self.when if isinstance(self.when, Rounds) else None
-
-    @property
-    def interval(self) -> int | None:
-        """Generated tokens between two rounds; None without rounds."""
-        return None if self.rounds is None else self.rounds.every
-
-    @property
-    def keeps_prompt(self) -> bool:
-        """True if all but the answer is kept beside the size."""
-        return self.rounds is not None and self.rounds.prompt == "kept"
-
-    @property
-    def runs_own_forwards(self) -> bool:
-        """True if the method reads a prompt with forwards of its own (KVzip, PyramidInfer)."""
-        return self.token_pruning is not None or ContextReconstruction in self.needs
-
-    @property
-    def uniform(self) -> bool:
-        """True if all layers are of one size."""
-        return self.allocate is uniform
-
-    def _same_in_all_heads(self) -> bool:
-        evenly = self.uniform and self.heads is None
-        return self.score is None or (self.score is recency and evenly)
-
-
-@dataclass(frozen=True)
-class Method:
-    """Base of all methods: a frozen dataclass of the paper's hyper-parameters, without state."""
-
-    name: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    formula: ClassVar[str] = ""
-    takes_budget: ClassVar[bool] = True
-    # True if no stage mixes KV heads; tensor parallelism is exact only then
-    by_head: ClassVar[bool] = False
-    nested: ClassVar[bool] = False  # a smaller budget keeps a part of what a larger one keeps
-
-    def stages(self) -> Stages:
-        """The stages of this method; raises KvfoldError if a subclass does not define them."""
-        raise KvfoldError(f"{type(self).__name__} names no stages")
-
-    def brings(self) -> Stages:
-        """The stages that it adds to other methods in a composition."""
-        return self.stages()
-
-    def brings_sizes(self) -> Stages | None:
-        """The stages that it adds to a method that scores; None: as `brings`."""
-        return None
-
-    def __str__(self) -> str:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        changed = [
-            f"{f.name}={as_text(values[f.name])}"
-            for f in dataclasses.fields(self)
-            if values[f.name] != f.default
-        ]
-        return called(self) + (":" + ",".join(changed) if changed else "")
 
 
 @dataclass(frozen=True)
@@ -302,15 +99,10 @@ class Composition(Method):
         if sum(stages.score is not None for stages in brought) > 1:
             sizing = [part.brings_sizes() for part in self.parts]
             brought = [sizes or stages for sizes, stages in zip(sizing, brought, strict=True)]
-        return replaced_rounds(brought)
+        return _replaced_rounds(brought)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.parts))
-
-
-def called(method: Method) -> str:
-    """Registered name of the method; the class's name if it is not registered itself."""
-    return str(vars(type(method)).get("name") or type(method).__name__)
 
 
 def spelled_out(method: Method) -> str:
@@ -402,3 +194,13 @@ def _parse_one(text: str) -> Method:
             )
         values[key] = from_text(method, key, value)
     return dataclasses.replace(method, **values)
+
+
+def _replaced_rounds(brought: list[Stages]) -> list[Stages]:
+    """Stages of a composition's parts, where rounds without a score replace those of a score."""
+    if not any(stages.rounds and stages.score is None for stages in brought):
+        return brought
+    return [
+        dataclasses.replace(stages, when=AtEnd()) if stages.rounds and stages.score else stages
+        for stages in brought
+    ]

@@ -11,7 +11,7 @@ import re
 import sys
 import typing
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
@@ -19,9 +19,6 @@ import torch
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.fitted import FileName
-
-if TYPE_CHECKING:
-    from kvfold.methods.base import Method
 
 # Largest options of methods: an int32 token count, a float32 score
 LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
@@ -41,7 +38,14 @@ TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 _KINDS: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
 
 
-def kinds_of(cls: type[Method]) -> dict[str, Any]:
+class HasOptions(Protocol):
+    """A method, as far as its options go."""
+
+    name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+def kinds_of(cls: type[HasOptions]) -> dict[str, Any]:
     """Kind of each option of a method class, by its type hint; Any where hints name the unknown."""
     kinds = _KINDS.get(cls)
     if kinds is None:
@@ -50,7 +54,7 @@ def kinds_of(cls: type[Method]) -> dict[str, Any]:
     return kinds
 
 
-def _kind(cls: type[Method], option: dataclasses.Field[Any]) -> Any:
+def _kind(cls: type[HasOptions], option: dataclasses.Field[Any]) -> Any:
     """Kind of one option; Any where its hint is a name that its file imports for type checkers."""
     owner = next(each for each in cls.__mro__ if option.name in inspect.get_annotations(each))
     alone = SimpleNamespace(__annotations__={option.name: option.type})
@@ -60,7 +64,7 @@ def _kind(cls: type[Method], option: dataclasses.Field[Any]) -> Any:
         return Any
 
 
-def check_options(method: Method, name: str) -> None:
+def check_options(method: HasOptions, name: str) -> None:
     """Raises KvfoldError, naming the option, for a value that no text would give it.
 
     That is one of another kind than the option's, or a number outside int32 or float32. Options of
@@ -78,7 +82,7 @@ def check_options(method: Method, name: str) -> None:
                 )
 
 
-def from_text(method: Method, option: str, text: str) -> Any:
+def from_text(method: HasOptions, option: str, text: str) -> Any:
     """Value of a method's `option` that a text spells; raises KvfoldError for any other text."""
     kinds = kinds_of(type(method))
     if option not in kinds and option in BUDGETS:

@@ -18,13 +18,11 @@ from pathlib import Path
 from pkgutil import iter_modules
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvfold.errors import KvfoldError
+from kvfold.methods.method import Method
 from kvfold.reading import opened_regular
-
-if TYPE_CHECKING:
-    from kvfold.methods.base import Method
 
 # Package of kvfold's own methods
 OWN = "kvfold.methods"
@@ -230,8 +228,6 @@ def _load_own() -> None:
 
 def _check_class(name: str, cls: type) -> None:
     """Raises KvfoldError for a class or a name that `register` does not accept."""
-    from kvfold.methods.base import Method
-
     reason = None
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         reason = "its name must be of lower-case letters, digits and _, a letter first"

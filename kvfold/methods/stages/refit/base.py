@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from kvfold.errors import IllegalComposition
-from kvfold.observers.references import References, ReferencesNeed, repeats_references
-
-if TYPE_CHECKING:
-    from kvfold.methods.base import Stages
+from kvfold.observers.references import References
 
 
 @dataclass(frozen=True)
@@ -52,26 +48,3 @@ class Refit(Protocol):
 
     def __call__(self, given: Compaction) -> Refitted:
         """New values and biases of the kept entries."""
-
-
-def check_refit(stages: Stages) -> None:
-    """Raises IllegalComposition for stages that a refit cannot follow."""
-    if stages.refit is None:
-        return
-    if stages.merge is not None:
-        raise IllegalComposition(
-            "a refit starts from keys and values as the model made them, and merging changes "
-            "them: choose one of the two"
-        )
-    need = stages.needs.get(ReferencesNeed)
-    on_policy = need is not None and need.on_policy and stages.score is not None
-    if on_policy and not repeats_references(stages.needs):
-        raise IllegalComposition(
-            "on-policy queries are those of a repetition, which the other method does not run: "
-            "compose match:on_policy=true with kvzip"
-        )
-    if stages.positions != "original":
-        raise IllegalComposition(
-            "a refit fits entries to queries at their positions, which the other method changes: "
-            'choose positions="original"'
-        )
