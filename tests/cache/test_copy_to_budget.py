@@ -8,11 +8,8 @@ import pytest
 import kvfold
 from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.errors import BudgetError, KvfoldError
-from kvfold.observers.chunk_sums import ChunkSumsNeed
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
-from kvfold.observers.query_moments import QueryMomentsNeed
-from kvfold.observers.references import ReferenceQueries
-from kvfold.observers.surprise import SurpriseNeed
+from kvfold.observers.references import ReferenceQueries, ReferencesNeed
 from tests.helpers.budgets import NAMED, needs_driver
 from tests.helpers.evaluation import Setting, contents, equal, read, words
 
@@ -37,7 +34,8 @@ def budget_of(spec: str) -> float | None:
 def test_a_method_compresses_what_another_has_read(setting, spec):
     needs = kvfold.parse(spec).stages().needs
     # What no other method observes is read by the method itself, at another budget.
-    own = any(kind in needs for kind in (QueryMomentsNeed, ChunkSumsNeed, SurpriseNeed))
+    shared = (ColumnSums, ColumnSquares, ReferencesNeed)
+    own = any(not isinstance(need, shared) for need in needs.while_reading)
     reader = spec if own else READERS[ColumnSums in needs, ColumnSquares in needs]
     ids = setting.ids(words(60))
     shared = kvfold.CompressedCache(setting.model, reader, 0.5, seed=7)
