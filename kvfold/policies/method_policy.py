@@ -17,10 +17,7 @@ from kvfold.cache.spans import Span, spans_of
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, parse
-from kvfold.observers.chunk_sums import ChunkSumsNeed
-from kvfold.observers.column_sums import ColumnSums
 from kvfold.observers.last_queries import window_of
-from kvfold.observers.query_moments import QueryMomentsNeed
 from kvfold.observers.stored import OutputNorms, TokenIds
 from kvfold.observers.surprise import SurpriseNeed
 from kvfold.policies.kept import Kept
@@ -53,9 +50,8 @@ class Policy:
     def needs(self) -> PolicyNeeds:
         """Inputs of `keep` beside keys and values."""
         needs = self._stages.needs
-        moments = needs.get(QueryMomentsNeed)
-        own_moments = moments is not None and moments.fitted is None
-        everything = ColumnSums in needs or own_moments or ChunkSumsNeed in needs
+        fitted = {need for need in needs.observed if getattr(need, "file", None) is not None}
+        everything = any(need.while_reading for need in needs.observed if need not in fitted)
         return PolicyNeeds(
             "all" if everything else window_of(needs),
             rope=needs.rotated_back,
