@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import kvfold
@@ -25,10 +26,22 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(text(path))))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """The modules of kvfold that a file imports: at its top, inside functions, or for its types."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in MODULES}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvfold":

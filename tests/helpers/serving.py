@@ -10,15 +10,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from kvfold.serve.engine import Engine
 from kvfold.serve.process import GracefulServer, listening
 from kvfold.serve.settings import ServerSettings
 from tests.helpers.contexts import QUESTION
+from tests.helpers.packages import Package
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 NAME = "tiny"
 
@@ -43,8 +46,10 @@ class Running:
         return httpx.Client(base_url=self.url, timeout=60)
 
     @cached_property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+    def openai(self) -> OpenAI:
+        return Package("openai").OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60
+        )
 
     def create(self, text: str, **options: Any) -> str:
         """The id of a new context."""

@@ -18,12 +18,16 @@ from tests.helpers import image_models
 from tests.helpers.caches import GREEDY
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.packages import Package
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader, stock_cache
 
-peft = pytest.importorskip("peft")
+peft = Package("peft", optional=True)
 SPEC = "snapkv:window=8"
-LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def add_adapter(model: Any, config: Any, name: str) -> None:
@@ -38,7 +42,7 @@ def adapted() -> Any:
     model = build("llama")
     torch.manual_seed(1)
     for name in ("law", "code"):
-        add_adapter(model, LORA, name)
+        add_adapter(model, lora(), name)
     model.set_adapter("law")
     return model.eval()
 
@@ -96,8 +100,8 @@ def test_adapters_of_peft_s_own_model_are_told_apart():
 
 
 def test_a_merged_adapter_is_in_effect_whichever_is_switched_on():
-    wrapped = peft.get_peft_model(build("llama"), LORA, "law")
-    wrapped.add_adapter("code", LORA)
+    wrapped = peft.get_peft_model(build("llama"), lora(), "law")
+    wrapped.add_adapter("code", lora())
     reader = Reader(wrapped, CompressedCache(wrapped, SPEC, 20))
     reader(prompts((64,))[0])
     wrapped.merge_adapter(["code"])
@@ -108,7 +112,7 @@ def test_a_merged_adapter_is_in_effect_whichever_is_switched_on():
 
 
 def test_rows_with_adapters_of_their_own_are_refused():
-    wrapped = peft.get_peft_model(build("llama"), LORA, "law").eval()
+    wrapped = peft.get_peft_model(build("llama"), lora(), "law").eval()
     ids, mask = prompts((64, 40))
     cache = CompressedCache(wrapped, SPEC, 20)
     options = {"attention_mask": mask, "adapter_names": ["law", "__base__"], **GREEDY}
@@ -119,6 +123,7 @@ def test_rows_with_adapters_of_their_own_are_refused():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_adapters_that_begin_at_tokens_are_refused():
     plain = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(build("llama"), plain).eval()
@@ -143,7 +148,7 @@ def test_learned_prompts_are_refused(kind):
 @pytest.mark.parametrize(("spec", "chunk"), [(SPEC, 16), ("kvzip", None)])
 def test_images_of_peft_s_own_model_are_not_left_out(spec, chunk):
     given = image_models.prompt("llava", (64,))
-    wrapped = peft.get_peft_model(image_models.build("llava"), LORA).double().eval()
+    wrapped = peft.get_peft_model(image_models.build("llava"), lora()).double().eval()
     cache = CompressedCache(wrapped, SPEC, 1.0)
     made = kvfold.generate(wrapped, cache=cache, **given, **GREEDY)
     assert torch.equal(made, wrapped.generate(**given, **GREEDY))
@@ -199,7 +204,7 @@ def trained(model: Any) -> None:
 def added_again(model: Any) -> None:
     model.delete_adapter("law")
     torch.manual_seed(7)
-    add_adapter(model, LORA, "law")
+    add_adapter(model, lora(), "law")
     model.set_adapter("law")
 
 
@@ -249,6 +254,7 @@ def test_a_scale_that_changed_is_refused_in_a_forward_of_one_token():
         reader(continuation(1, 1))
 
 
+@pytest.mark.slow
 def test_a_context_of_another_lora_alpha_is_refused(tmp_path):
     def of(alpha: float) -> Any:
         torch.manual_seed(1)

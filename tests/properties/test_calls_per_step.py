@@ -66,7 +66,6 @@ def calls_of_a_step(layers: int, spec: str | None, rows: int = 1) -> int:
         nonlocal count
         count += event == "call"
 
-    gc.collect()
     gc.disable()  # what it finalizes would be counted
     sys.setprofile(counting)
     try:

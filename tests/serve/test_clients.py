@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.messages import HumanMessage
-from langchain_openai import ChatOpenAI
 
 from tests.helpers.chats import TEMPLATE
 from tests.helpers.contexts import DOCUMENT, new_model
+from tests.helpers.packages import Package
 from tests.helpers.serving import NAME, Running, running
 from tests.helpers.tokenizers import word_tokenizer
 
@@ -61,6 +60,7 @@ def expected(server: Running) -> tuple[str, str]:
     return first, server.says(SECOND, messages=messages, context_id="a")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("given", NOTHING, ids=[" ".join(given) for given in NOTHING])
 def test_what_asks_for_nothing_passes(server, expected, given):
@@ -79,7 +79,7 @@ def test_openai(server, expected):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_langchain(server, expected, streaming):
-    model = ChatOpenAI(
+    model = Package("langchain_openai").ChatOpenAI(
         model=NAME,
         base_url=f"{server.url}/v1",
         api_key="none",
@@ -88,8 +88,9 @@ def test_langchain(server, expected, streaming):
         streaming=streaming,
         extra_body={"context_id": "a"},
     )
-    first = model.invoke([HumanMessage(FIRST)])
-    second = model.invoke([HumanMessage(FIRST), first, HumanMessage(SECOND)])
+    said = Package("langchain_core.messages").HumanMessage
+    first = model.invoke([said(FIRST)])
+    second = model.invoke([said(FIRST), first, said(SECOND)])
     assert (first.content, second.content) == expected
 
 
@@ -108,6 +109,7 @@ for question in questions:
 """
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not LITELLM.exists(), reason="LiteLLM has an environment of its own")
 def test_litellm(server, expected):
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}

@@ -11,7 +11,6 @@ from threading import Event
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from transformers.utils import chat_template_utils
 
@@ -23,6 +22,7 @@ from tests.helpers.chats import chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.longrope import longrope, notices_drops
 from tests.helpers.models import build
+from tests.helpers.packages import Package
 from tests.helpers.serving import CHAT, NAME, assert_clean, braked, chat, head, running, send, until
 from tests.helpers.tokenizers import SPECIAL, WORDS, word_tokenizer
 
@@ -40,7 +40,7 @@ def test_a_full_queue_says_when_to_come_again(server, model, context):
             full = server.http.post(path, json=body)
             assert_clean(full, 429, "1 requests are waiting")
             assert int(full.headers["retry-after"]) >= 1
-        with pytest.raises(openai.RateLimitError):
+        with pytest.raises(Package("openai").RateLimitError):
             server.openai.completions.create(model=NAME, prompt=QUESTION)
         assert server.http.get("/v1/contexts").status_code == 200
         brake.go.set()
@@ -119,6 +119,7 @@ def test_a_context_that_nobody_waits_for_is_not_made(model):
         assert server.engine.contexts.nbytes == 0
 
 
+@pytest.mark.slow
 def test_a_context_deleted_while_it_is_read_goes_on_for_its_reader(server, model):
     before = server.engine.contexts.nbytes
     name = server.create(DOCUMENT, id="short-lived")
@@ -294,6 +295,7 @@ def test_an_answer_that_would_change_the_frequencies_is_refused():
             assert server.chat("the " * words).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_ends_texts_even_where_longer_ones_are_allowed():
     model = of_few_words(build("gpt2", n_positions=64))
     options = {"method": "full", "budget": None, "allow_longer": True}
