@@ -34,8 +34,15 @@ override REAL := $(call at_home,$(REAL))
 override BOOK := $(call at_home,$(BOOK))
 # Recipes take them from the environment, as paths may hold spaces and quotes.
 export REAL BOOK
+# Byte code is kept: else each worker and each child process of the tests compiles all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
+# CONTRIBUTING.md says which tests prove what.
+IN_CI := -m "not whole"
+QUICK := -m "not whole and not slow"
+# Wings whose tests load models from disk, serve, or read published results.
+NOT_QUICK := bench cli docs_site eval/lm_eval eval/run jobs serve test_bundled.py test_examples.py
 
-.PHONY: demo real fits test quick test-ends test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
+.PHONY: demo real fits ready test test-all quick test-ends test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
 	check docs models train constraints clean
 
 demo: .venv/ready $(if $(REAL),real)
@@ -52,16 +59,22 @@ fits: real
 	$(FIT) --force --scorer duo --out $(FITTED)-heads.safetensors
 	$(FIT) --force --scorer "snapkv + curve" --out $(FITTED)-curve.safetensors
 
-test: .venv/ready .venv-litellm/ready
-	$(BIN)/python -m pytest -n auto
+# What CI needs installed.
+ready: .venv/ready $(ENDS:%=.venv-ends/%/ready)
+
+test: .venv/ready
+	$(BIN)/python -m pytest -n auto $(IN_CI)
+
+test-all: .venv/ready .venv-litellm/ready docs
+	SITE=site $(BIN)/python -m pytest -n auto
 
 quick: .venv/ready
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto $(QUICK) $(NOT_QUICK:%=--ignore=tests/%)
 
-# The fast tests of the cache with the oldest and the newest transformers.
+# The quick tests of the cache with the oldest and the newest transformers.
 test-ends: $(ENDS:%=.venv-ends/%/ready)
 	set -e; for end in $(ENDS); do \
-		.venv-ends/$$end/bin/python -m pytest -n auto -m "not slow" $(OF_ENDS); \
+		.venv-ends/$$end/bin/python -m pytest -n auto $(QUICK) $(OF_ENDS); \
 	done
 
 # Chromium as the system packages it: apt install chromium, or CHROMIUM=path.
@@ -90,7 +103,8 @@ check: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 docs: .venv/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m tests.helpers.site site
+	SITE=site $(BIN)/python -m pytest -m "not slow" tests/docs_site/test_site.py
 
 # Six checks of every class of transformers; goes on where it was stopped. `rm` the records to repeat.
 models: .venv/ready

@@ -2,8 +2,9 @@
 """One thread, no chatter from transformers, and Triton's interpreter where there is no GPU."""
 
 import contextlib
+import gc
 import os
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 from kvfold.kernels import dispatch  # noqa: E402
+from tests.helpers.cases import covering  # noqa: E402
 
 dispatch.INTERPRETED = False
 
@@ -31,13 +33,28 @@ QUICK_CASES = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the further cases of parametrised tests as slow; single tests say it themselves."""
-    cases = Counter[str]()
+    """Marks the further cases of parametrised tests; single tests say it themselves.
+
+    `make test` runs `cases` of them, or those that stand for all; `make quick` the first of these.
+    """
+    tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        cases[test] += 1
-        if cases[test] > QUICK_CASES:
-            item.add_marker(pytest.mark.slow)
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        if len(cases) > 1:
+            mark = cases[0].get_closest_marker("cases")
+            number = mark.args[0] if mark else None
+            chosen = covering([item.callspec.params for item in cases], number)
+            for index, item in enumerate(cases):
+                if index not in chosen:
+                    item.add_marker(pytest.mark.whole)
+                elif index not in chosen[:QUICK_CASES]:
+                    item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Collected tests stay until the end: later rounds of the garbage collector pass them by."""
+    gc.freeze()
 
 
 @pytest.fixture

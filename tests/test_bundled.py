@@ -56,12 +56,12 @@ def test_it_finds_a_needle_in_noise(bundled):
     assert score(bundled, RetrievalTrial("single", 1024)) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_it_tells_four_needles_apart(bundled):
     assert score(bundled, RetrievalTrial("multikey", 512)) >= 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
     """Also where `ask` is given nothing to begin its answer with."""
@@ -76,7 +76,8 @@ def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
     assert statistics.mean(scores) >= 0.7
 
 
-@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])
 def test_a_method_that_sees_the_question_beats_chance(bundled, method):
     aware = score(bundled, RetrievalTrial("multikey", 512, method, 0.2))
@@ -84,7 +85,7 @@ def test_a_method_that_sees_the_question_beats_chance(bundled, method):
         assert aware >= 2 * score(bundled, RetrievalTrial("multikey", 512, blind, 0.2))
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_full_budget_changes_no_answer(bundled):
     full = [o.score for o in retrieval_scores(*bundled, RetrievalTrial("multikey", 512), 5)]
     for method in ("snapkv", "h2o", "streaming_llm"):
@@ -92,7 +93,7 @@ def test_a_full_budget_changes_no_answer(bundled):
         assert [o.score for o in retrieval_scores(*bundled, trial, 5)] == full
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_bytes_follow_the_kept_fraction_at_four_thousand_tokens(bundled):
     model, tokenizer = bundled
     text = " ".join(short_ruler.NOISE) * 200

@@ -49,7 +49,7 @@ def test_generate_answers_from_a_smaller_cache() -> None:
     assert compressed < full / 2
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_compress_and_ask_answers_each_question_with_its_own_number() -> None:
     lines = output_of("compress_and_ask")
     assert len(lines) == 2
@@ -59,7 +59,7 @@ def test_compress_and_ask_answers_each_question_with_its_own_number() -> None:
         assert number in answer and number not in other
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_own_method_works_with_options_and_with_kivi() -> None:
     sizes = dict(line.split(": ") for line in output_of("own_method"))
     stored = {name: int(text.split(" ")[0].replace(",", "")) for name, text in sizes.items()}
@@ -67,7 +67,7 @@ def test_own_method_works_with_options_and_with_kivi() -> None:
     assert stored["value_norm + kivi:bits=4"] < stored["value_norm"]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_evaluate_own_data_finds_what_kvzip_keeps_and_random_eviction_loses() -> None:
     lines = output_of("evaluate_own_data")
     assert "full keeps all: 100 % right" in lines
@@ -75,12 +75,12 @@ def test_evaluate_own_data_finds_what_kvzip_keeps_and_random_eviction_loses() ->
     assert "random keeps 0.3: 0 % right" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_serve_and_ask_answers_and_stops() -> None:
     assert NUMBER in "".join(output_of("serve_and_ask"))
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_engine_policy_chooses_for_each_head_and_for_all() -> None:
     needs, own, one = output_of("engine_policy")
     assert needs.startswith("keydiff reads 0 queries")
@@ -89,7 +89,7 @@ def test_engine_policy_chooses_for_each_head_and_for_all() -> None:
     assert kept == tokens // 4 and 0 < overlap < 100
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_script_takes_the_name_of_a_model() -> None:
     bundled = ROOT / "kvfold" / "bundled"
     assert len(output_of("own_method", str(bundled))) == 3

@@ -85,6 +85,7 @@ def test_methods_and_generation_are_packages() -> None:
     )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -103,6 +104,7 @@ def test_the_library_does_not_import_the_command_line() -> None:
     assert not found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:

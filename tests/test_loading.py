@@ -159,6 +159,7 @@ def test_damaged_weights_are_one_line(tmp_path, model):
         assert f"cannot load '{tmp_path}': " in refused(*run)
 
 
+@pytest.mark.slow
 def test_a_device_map_gives_the_answer_of_a_device():
     run = ("run", "bundled", "--method", "knorm", "--budget", "20", "--prompt", TEXT)
     made = [

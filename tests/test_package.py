@@ -107,7 +107,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(built: Path) -> None:
     assert {"kvfold/report/template/page.html", "kvfold/inspect/template/page.html"} <= held
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_installed_wheel_works(installed: Path) -> None:
     program = (
         "import kvfold; print(kvfold.__file__); print('kvzip' in kvfold.list_methods());"

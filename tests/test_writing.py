@@ -74,6 +74,7 @@ def test_a_folder_is_told_apart(tmp_path):
     check_place(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_what_users_name_is_refused_before_the_work(pipe, tmp_path):
     model, tokenizer = kvfold.bundled_model()
     context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
@@ -106,6 +107,7 @@ def test_a_link_stays_one_to_what_is_written(tmp_path):
     assert [each.name for each in target.parent.iterdir()] == ["target"]
 
 
+@pytest.mark.slow
 def test_links_that_lead_nowhere_and_long_names_are_refused_before_the_work(tmp_path):
     loop, lost, long = tmp_path / "loop", tmp_path / "lost", tmp_path / ("a" * 256)
     loop.symlink_to(loop)

@@ -31,6 +31,7 @@ def contents(cache: CompressedCache) -> list[torch.Tensor]:
     return [x.clone() for layer in keyed for x in (layer.keys, layer.values)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "tova", "think:queries=8,recent=8"])
 @pytest.mark.parametrize("columns", [slice(-3, None), -1, slice(5, 15)], ids=["3", "1", "hole"])
 def test_padding_to_the_right_is_refused_before_anything_is_stored(model, spec, columns):
@@ -60,6 +61,7 @@ def test_a_prompt_whose_last_piece_is_padding_is_not_answered(model):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "qwen3_5"])
 def test_padding_between_tokens_is_refused_where_layers_count_it(name):
     """Windows and states of transformers' own layers would not be those of the row alone."""
@@ -82,6 +84,8 @@ def test_padding_between_tokens_is_refused_where_layers_count_it(name):
     assert torch.isfinite(reader(later)).all()
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", ["h2o", "snapkv:window=4", "adakv:window=4"])
 @pytest.mark.parametrize("sizes", [(40,), (20, 20), (20, 1, 19)])
@@ -157,6 +161,7 @@ def test_several_texts_in_a_row_are_refused(spec):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [DENSE, UNEVEN, "h2o"])
 def test_a_whole_mask_of_padding_is_that_of_its_columns(model, spec):
     ids, mask = prompts((40, 31))
@@ -192,6 +197,8 @@ def test_a_tree_of_drafts_in_a_frozen_block(spec):
     assert worst(reader(later), truth(later)) < 1e-9
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [DENSE, UNEVEN, "full"])
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -244,6 +251,8 @@ ENTRIES = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_5"])
 @pytest.mark.parametrize("new", [1, 5])

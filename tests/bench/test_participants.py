@@ -65,7 +65,7 @@ def test_a_participant_that_cannot_work_is_refused_before_the_run(subject: Bench
         makers(subject, [ParticipantLabel("kvfold", "snapkv", "5")])
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_compiled_sides_take_part_beside_eager_ones(
     tmp_path: Path, no_peak: None, one_by_one: None
 ) -> None:
@@ -127,6 +127,7 @@ def test_bytes_of_quantized_layers_count_each_storage_once() -> None:
     assert transformers_quantized.tensor_bytes(held, set()) == 10 + 12 + 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["zap", "zap:level=uniform", "zap_threshold:threshold=0"])
 def test_zap_runs_on_random_weights_by_a_scorer_of_their_shape(
     subject: BenchModel, method: str

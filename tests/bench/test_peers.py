@@ -20,7 +20,7 @@ from tests.helpers.benchmarks import cell_of
 SNAPKV = ParticipantLabel("kvfold", "snapkv", "0.5")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_peak_is_measured_in_a_process_of_its_own(subject: BenchModel) -> None:
     side = FullParticipant(subject, SdpaChoice())
     # 4 KiB of queries, keys and values a token are the least that a prompt of 4096 takes.

@@ -69,6 +69,7 @@ def test_a_peer_is_also_set_against_its_own_full_cache(subject: BenchModel) -> N
     assert rows(lines[1:], "kvpress")[1].first_token == Quartiles(0.5, 0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_table_and_picture_are_made(subject: BenchModel, tmp_path: Path) -> None:
     cells = [cell_of(subject, length=n) for n in (4096, 131072)]
     long = ParticipantLabel("kvfold", "kvzip:chunk=1000,level=uniform + kivi:bits=2", "0.05")

@@ -65,6 +65,8 @@ BOUNDED += ["snapkv:window=8 + adakv", "knorm + turboquant:residual=8,sinks=2,en
 BOUNDED += ["keydiff + reindex", "keydiff + match:references=text"]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("lengths", [PADDED, (9,)], ids=["padded", "short"])
 @pytest.mark.parametrize("spec", BOUNDED)
 def test_no_step_attends_to_more(model, attended, spec, lengths):
@@ -158,6 +160,7 @@ def test_assisted_decoding_has_no_bound_and_is_refused(model, spec):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_an_enabled_model_is_bounded(model):
     ids = prompts((64,))[0]
     options = {"do_sample": False, "max_new_tokens": 30, "return_dict_in_generate": True}

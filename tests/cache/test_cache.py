@@ -39,6 +39,8 @@ def model():
     return build("llama", torch.float64)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["roco:decode=append + adakv", "h2o:decode=append + adakv"])
@@ -66,6 +68,7 @@ def test_a_reset_cache_is_as_new(model):
     assert same(decode(again), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [DynamicSlidingWindowLayer.reset, CacheLayerMixin.reset])
 def test_a_reset_cache_with_sliding_windows_is_as_new(monkeypatch, reset):
     """Before transformers 5.18 windows had the second `reset`, which keeps zeros."""
@@ -119,6 +122,7 @@ def test_after_a_frozen_block_sliding_layers_slide_again():
     assert reader.cache.layers[0].keys.shape[2] == 15  # window 16: this token and 15 before it
 
 
+@pytest.mark.slow
 def test_rows_that_change_places_in_a_frozen_block_do_so_where_it_began():
     model = build("gemma3")
     ids, said = prompts((64, 64))[0], []
@@ -160,6 +164,8 @@ def test_evicted_tokens_are_not_taken_back(model):
         CompressedCache(model, "snapkv:window=8", 20).crop(-1)
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["evicting", "frozen"])
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "cohere2", "llama4", "qwen3_5"])
 def test_tokens_that_other_layers_let_go_of_are_not_taken_back(name, frozen):
@@ -236,6 +242,7 @@ def test_layers_that_share_entries_are_cropped_with_the_others():
     assert worst(Reader(model, cache)(ids[:, 7:]), Reader(model, straight)(ids)[:, 7:]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["jamba", "bamba", "qwen3_5"])
 def test_rows_of_recurrent_layers_are_repeated_and_selected(family):
     model, ids = build(family), torch.cat([prompts((30,), seed=n)[0] for n in range(2)])

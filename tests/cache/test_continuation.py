@@ -34,6 +34,8 @@ def model() -> PreTrainedModel:
     return build("llama")
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("spec", "budget"), SPECS)
 @pytest.mark.parametrize("column", [0, 30, 63, 64, 68])
 def test_another_text_is_refused_where_it_parts_and_the_cache_goes_on(model, spec, budget, column):
@@ -128,6 +130,7 @@ def test_a_loaded_context_knows_its_tokens(model, tmp_path):
             turn(model, each.cache, changed(on(context.ids), 0, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -30,6 +30,8 @@ def budget_of(spec: str) -> float | None:
     return 0.4 if kvfold.parse(spec).takes_budget else None
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec", [spec for spec in NAMED if not needs_driver(spec)])
 def test_a_method_compresses_what_another_has_read(setting, spec):
     needs = kvfold.parse(spec).stages().needs

@@ -35,6 +35,7 @@ def test_what_leaves_keeps_its_place_and_counts_as_slack():
     assert kv + slack + positions == whole + 2 * 4 * 2 * 3 * (8 + 12)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [(90,), (90, 71, 40)], ids=["alone", "padded"])
@@ -119,6 +120,7 @@ def test_what_is_foreseen_changes_nothing(expected, family, monkeypatch):
     assert columns(cache) == columns(other)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("layers_waiting", [4, 2, 1])
@@ -178,6 +180,8 @@ def test_a_turn_of_one_token_that_evicts_nothing_leaves_no_gaps_among_the_recent
         assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "spec",
     ["h2o", "tova", "roco", "streaming_llm", "d2o", "knorm:skip_layers=none + every:interval=1"],

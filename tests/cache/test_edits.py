@@ -101,6 +101,8 @@ def assert_alike(reader: Reader, dense: Reader, seed: int = 5, *, steps: int = 3
             assert worst(reader(token), dense(token)) < 1e-6
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", METHODS)
 def test_a_dropped_span_is_as_if_dropped_from_a_dense_cache(model, spec, lengths):
@@ -128,6 +130,7 @@ def test_drops_add_up(model):
     assert_alike(reader, dense)
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", ["full", "snapkv:window=8", "adakv:window=8"])
 def test_spans_that_are_dropped_together_leave_as_one_after_the_other(model, spec, lengths):
@@ -145,6 +148,7 @@ def test_spans_that_are_dropped_together_leave_as_one_after_the_other(model, spe
             torch.testing.assert_close(mine[held], theirs[held], atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "snapkv:window=8", "adakv:window=8"])
 @pytest.mark.parametrize("to", [0, 4, 30, 64])
 def test_a_moved_span_is_as_if_moved_in_a_dense_cache(model, spec, to):
@@ -196,6 +200,7 @@ def test_a_replaced_span_is_read_where_it_stood(model, spec, new):
     assert_alike(reader, dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "knorm + every:interval=4"])
 def test_after_a_drop_an_evicting_method_holds_entries_of_the_edited_text(model, spec):
     """Those of the first layer, and those before the span in every layer, as a fresh read."""
@@ -307,6 +312,8 @@ def edited_at_random(reader: Reader, edits: int) -> Origins:
     return origins
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("spec", "dtype", "limit"),
     [
@@ -354,6 +361,7 @@ def test_a_drop_costs_no_hundredth_of_reading_what_follows_again(spec):
     assert 0 < dropping.count <= 0.01 * reading.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["h2o", "tova", "d2o", "knorm + every:interval=4", "streaming_llm"]
 )
@@ -434,6 +442,7 @@ def test_kept_keys_stay_at_consecutive_positions(model, spec):
     assert_alike(reader, dense)
 
 
+@pytest.mark.slow
 def test_what_was_protected_stays_protected(model):
     cache = kvfold.CompressedCache(
         model, "knorm + every:interval=4", 24, protect=[(5, 8), (30, 34)]
@@ -588,6 +597,7 @@ def test_only_caches_between_turns_are_edited(model):
         fork(cache).drop(SPAN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "message"),
     [("gemma3", "sliding windows"), ("gpt2", "no rotary keys"), ("deepseek_v3", "no rotary keys")],

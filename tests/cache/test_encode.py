@@ -319,6 +319,7 @@ def decode(reader: Reader, steps: int, seed: int = 2) -> list[Tensor]:
     return [reader(token) for token in continuation(rows, steps, seed).split(1, 1)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "lengths"),
@@ -352,6 +353,7 @@ def test_encoded_caches_are_the_formula(model, second, spec, lengths):
         whole.hide(reader.cache)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [ALONE, PADDED])
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "rkv:window=8"])
@@ -375,6 +377,7 @@ def test_encoded_entries_leave_in_rounds(model, second, spec, lengths):
         assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [spec for spec in METHODS if " + " in spec])
 def test_a_budget_is_spent_before_entries_are_encoded(model, spec):
     kept = read(model, spec, PADDED).cache.stats().kept
@@ -456,6 +459,7 @@ def begins_with(longer: list[Tensor], shorter: list[Tensor]) -> bool:
     return all(torch.equal(new[: len(old)], old) for new, old in pairs)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @EACH
 def test_questions_with_long_answers_change_nothing(model, spec):
@@ -496,6 +500,7 @@ def test_values_that_wait_for_their_lot_are_counted_whole(model, tokens, packed)
     assert reader.cache.stats().kv_bytes == expected
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @EVERY
 def test_tokens_are_taken_back_as_if_never_read_or_not_at_all(model, spec):
@@ -524,6 +529,7 @@ def test_tokens_are_taken_back_as_if_never_read_or_not_at_all(model, spec):
     assert bool(refused) == ("think" not in spec)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @EACH
 def test_nothing_is_encoded_twice(spec):
@@ -577,6 +583,7 @@ def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows)
     assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.slow
 @EACH
 def test_copies_and_files_continue_like_the_original(model, spec):
     reader = read(model, spec, PADDED)
@@ -640,6 +647,8 @@ def test_pairs_go_on_sharing(model):
 # --- what it costs -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @EVERY
 def test_bytes_are_those_of_all_storages_alive(model, spec):
     reader = read(model, spec, PADDED)

@@ -32,6 +32,8 @@ def reachable(*caches: kvfold.CompressedCache) -> int:
     return sum(storages([cache.layers for cache in caches], {}, set()).values())
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @EVERY
 def test_a_reader_gives_the_logits_that_the_cache_itself_would(model, tokenizer, spec):
     context = compressed(model, tokenizer, spec)
@@ -52,6 +54,7 @@ def test_a_reader_gives_the_logits_that_the_cache_itself_would(model, tokenizer,
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @EVERY
 def test_a_hundred_readers_cost_one_context_and_a_hundred_tails(model, tokenizer, spec):
@@ -71,7 +74,7 @@ def test_a_hundred_readers_cost_one_context_and_a_hundred_tails(model, tokenizer
     assert all(reader.get_seq_length() == context.stats().seen + 5 for reader in readers)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_readers_leave_the_context_alone(model, tokenizer):
     for spec in KINDS:
         context = compressed(model, tokenizer, spec)
@@ -121,6 +124,7 @@ def test_a_reader_evicts_nothing(model, tokenizer):
     assert reader.stats().seen == context.stats().seen + 90
 
 
+@pytest.mark.slow
 def test_rows_of_a_reader_multiply(model, tokenizer):
     for spec in ("snapkv", "adakv"):
         context = compressed(model, tokenizer, spec)

@@ -20,6 +20,7 @@ def model():
     return build("llama")
 
 
+@pytest.mark.slow
 def test_a_first_cache_that_another_thread_tries_out_is_waited_for(model, monkeypatch):
     """Whether the model can be used is known to neither before that."""
     tried, together = [], threading.Barrier(2)

@@ -127,6 +127,7 @@ def test_token_ids_of_a_prompt_in_pieces(lengths):
     check_ids(seen, torch.cat([ids, more], 1))
 
 
+@pytest.mark.slow
 @BATCHES
 def test_token_ids_while_decoding(lengths):
     method, seen = watching(Needs(TokenIds(), only_attention=True), when=Hold())
@@ -155,6 +156,7 @@ def test_token_ids_after_a_crop_and_other_rows():
     check_ids(seen, torch.cat([ids, other], 1))
 
 
+@pytest.mark.slow
 def test_token_ids_of_generated_text():
     method, seen = watching(Needs(TokenIds()))
     model, ids = build("llama"), prompts(ALONE)[0]
@@ -290,6 +292,8 @@ def check_unrotated(seen: list[Observation], keys: ProjectedKeys, mask: Tensor) 
     seen.clear()
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @BATCHES
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", "gpt2", "qwen3", "olmo2", "smollm3", "glm4", "granite"]
@@ -309,6 +313,7 @@ def test_unrotated_keys_are_those_of_the_projection(family, lengths):
     check_unrotated(seen, keys, mask)
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("positions", ["original", "reindex"])
 def test_unrotated_keys_while_decoding(lengths, positions):
@@ -326,6 +331,7 @@ def test_unrotated_keys_while_decoding(lengths, positions):
     check_unrotated(seen, keys, mask)
 
 
+@pytest.mark.slow
 @BATCHES
 def test_unrotated_keys_of_keys_that_moved(lengths):
     method, seen = watching(Needs(KeysBeforeRope()), positions="consecutive")
@@ -381,6 +387,7 @@ def test_unrotated_keys_of_fewer_entries():
     assert order is None and moved is seen[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["cohere2", "llama4", "deepseek_v3", "gemma3n"])
 def test_keys_that_cannot_be_rotated_back_are_refused(family):
     model = build(family)
@@ -476,6 +483,8 @@ class OutputWeights:
         return torch.stack(norms, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @BATCHES
 @pytest.mark.parametrize(("norm", "order"), [("l2", 2), ("l1", 1)])
 @pytest.mark.parametrize(
@@ -497,6 +506,7 @@ def test_output_norms_are_those_of_the_dense_product(family, norm, order, length
         torch.testing.assert_close(mine.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_output_norms_while_decoding():
     method, seen = watching(Needs(OutputNorms("l2")), when=Hold())
     model = build("llama", torch.bfloat16)

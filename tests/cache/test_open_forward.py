@@ -36,6 +36,7 @@ def test_a_failed_forward_leaves_no_mark_on_other_caches(name):
         Reader(model, broken)(token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("part", ["embed_tokens", "norm", "lm_head"])
 def test_a_forward_that_failed_is_not_read_twice(part, steps):

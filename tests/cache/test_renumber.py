@@ -96,6 +96,8 @@ def test_a_key_is_moved_by_its_angle():
     assert torch.allclose(moved, expected, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", ["", ",keys=3,values=3,correct=false", ",keys=8", ",values=2"])
 @torch.no_grad()

@@ -41,6 +41,8 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("name", "option"), NUMBERS)
 def test_the_largest_number_of_an_option_takes_no_memory(model, little_memory, name, option):
     try:
@@ -100,6 +102,7 @@ def test_a_superfluous_budget_is_refused(model, budget):
         CompressedCache(model, "full", budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "protect", "least"),
     [

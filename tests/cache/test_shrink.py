@@ -78,6 +78,8 @@ def check_shrunk(model: Any, spec: str, lengths: tuple[int, ...]) -> None:
         assert torch.equal(one, two)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", NESTED)
 def test_shrunk_is_compressed_at_once(models, spec):
     check_shrunk(models[3], spec, PADDED)
@@ -104,6 +106,7 @@ def test_the_two_share_no_entries(models, spec, small, tmp_path):
     assert bool(mine.keys() & theirs.keys()) == everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ENTRIES)
 def test_in_place_forks_keep_what_they_share(models, spec, tmp_path):
     spec = zap_of(models[3], tmp_path) if spec == "zap" else spec
@@ -165,6 +168,7 @@ def test_padded_rows_of_one_pool_shrink_alone():
     assert_same(shrunk(large, 0.3), small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["kvzip", "pyramidkv:window=8"])
 def test_a_loaded_context_shrinks_and_is_saved_again(spec, tmp_path):
     model, tokenizer = new_model(), word_tokenizer()

@@ -29,6 +29,8 @@ def least_of(spec: str) -> int:
     return kvfold.parse(spec).stages().forced.least
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("spec", [s for s in COMPRESSING if "skip_layers" not in s])
 def test_a_ratio_without_room_evicts_nothing(model, spec):
     """Neither while decoding nor in rounds: answers are those of the full cache."""
@@ -49,6 +51,7 @@ def test_a_ratio_with_room_for_one_is_met(model, spec):
     assert not cache.stats().forced_over_budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [*ROUNDS, "kvzip:level=pair"])
 def test_protected_spans_take_room(model, spec):
     with_room, without = (
@@ -61,6 +64,8 @@ def test_protected_spans_take_room(model, spec):
     assert with_room.stats().kept_fraction < 0.6 and without.stats().kept_fraction == 1
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("length", [1, 2, 5])
 @pytest.mark.parametrize("spec", [*ROUNDS, "tova", "h2o", "streaming_llm", "triattention"])
 def test_a_short_row_is_evicted_from_as_alone(model, spec, length):

@@ -69,6 +69,8 @@ def test_nothing_is_numbered_unless_asked_for(model):
         assert (state.observers.kept.scores, state.observers.moves.moves) == (None, None)
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", [*APPENDING, *EVICTING])
 def test_numbers_follow_decoding_and_the_next_prefill(model, spec, lengths):

@@ -79,7 +79,7 @@ CASES |= {
     if cls.by_head is True and name == cls.name and name not in _NAMED and not of_one_model(name)
 }
 # Methods whose entries leave while tokens come, at budgets that the prompt fills, or the answer.
-WRITING = [
+_WRITING = [
     ("adakv:window=8 + every:interval=4", 40),
     ("adakv:window=8 + every:interval=4", 160),
     ("adakv:window=8 + every:interval=4,sizes=again", 40),
@@ -92,6 +92,7 @@ WRITING = [
     ("sirllm", 40),
     ("sirllm + every:interval=4", 40),
 ]
+WRITING = {f"{spec}, {budget}": (spec, budget) for spec, budget in _WRITING}
 # Of a model with two KV heads on each rank: sizes that are measured on the heads of all ranks.
 OF_TWO_HEADS: list[tuple[str, Any]] = [
     ("zap_threshold:file={}/two_heads/scorer.safetensors,window=16,threshold=0,interval=4", None),
@@ -203,8 +204,9 @@ def refusal(work: Any, *arguments: Any) -> str:
 def work_as_rank(folder: Path) -> None:
     """What each process that torchrun starts does: writes files, and reports what it met."""
     model, tokenizer = load(str(folder / "model"), among_ranks=True)
+    asked = json.loads((folder / "asked.json").read_text())
     answers, again = {}, {}
-    for case in CASES:
+    for case in asked["case"]:
         context = compress(model, tokenizer, case)
         context.save(folder / f"{case}.kvfold")
         if case in ASKED:
@@ -215,7 +217,10 @@ def work_as_rank(folder: Path) -> None:
     report = {
         "heads": [layer.stored().keys.shape[1] for layer in context.cache.states],
         "kept": [kept_by(model, tokenizer, method) for method in OWN],
-        "writing": [kept_while_writing(model, tokenizer, folder, *case) for case in WRITING],
+        "writing": {
+            spec: kept_while_writing(model, tokenizer, folder, *WRITING[spec])
+            for spec in asked["writing"]
+        },
         "two heads": [kept_while_writing(wide, tokenizer, folder, *case) for case in OF_TWO_HEADS],
         "answers": answers,
         "again": again,
@@ -254,11 +259,23 @@ def save_model(path: Path, family: str, **changes: Any) -> None:
     word_tokenizer().save_pretrained(path)
 
 
+def asked(session: pytest.Session) -> dict[str, list[str]]:
+    """Values of the parameters that are called so, in the tests of this file in the session."""
+    own = [item for item in session.items if item.path == Path(__file__)]
+    of_tests = [item.callspec.params for item in own if hasattr(item, "callspec")]
+    known = {"case": CASES, "writing": WRITING}
+    return {
+        name: [value for value in values if value in [each.get(name) for each in of_tests]]
+        for name, values in known.items()
+    }
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and what two ranks wrote and reported."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and what two ranks wrote and reported of the cases that this session asks for."""
     pytest.importorskip("accelerate")
     path = tmp_path_factory.mktemp("ranks")
+    (path / "asked.json").write_text(json.dumps(asked(request.session)))
     save_model(path / "model", "llama")
     model, _ = load(str(path / "model"), among_ranks=True)
     scorer = random_scorer(model)
@@ -305,6 +322,7 @@ def assert_same_file(one: Path, other: Path) -> None:
             assert torch.equal(theirs[name], tensor), name
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_write_the_file_of_one_process(
     case: str, folder: Path, alone: tuple[Any, Any], tmp_path: Path
@@ -313,6 +331,7 @@ def test_ranks_write_the_file_of_one_process(
     assert_same_file(tmp_path / "one.kvfold", folder / f"{case}.kvfold")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", ASKED)
 def test_ranks_answer_as_one_process_does(
     case: str, folder: Path, reports: list[dict[str, Any]], alone: tuple[Any, Any]
@@ -336,12 +355,13 @@ def test_ranks_observe_what_one_process_does(
     assert together == kept_by(*alone, OWN[number])
 
 
-@pytest.mark.parametrize("number", range(len(WRITING)), ids=[f"{s}, {b}" for s, b in WRITING])
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("writing", WRITING)
 def test_ranks_evict_while_writing_as_one_process_does(
-    number: int, folder: Path, reports: list[dict[str, Any]], alone: tuple[Any, Any]
+    writing: str, folder: Path, reports: list[dict[str, Any]], alone: tuple[Any, Any]
 ) -> None:
-    expected = kept_while_writing(*alone, folder, *WRITING[number])
-    of_ranks = zip(*(report["writing"][number] for report in reports), strict=True)
+    expected = kept_while_writing(*alone, folder, *WRITING[writing])
+    of_ranks = zip(*(report["writing"][writing] for report in reports), strict=True)
     assert [joined_heads(list(each)) for each in of_ranks] == expected
 
 
@@ -356,6 +376,7 @@ def test_ranks_of_two_heads_each_measure_what_one_process_does(
     assert len({len(head) for head in expected[0][0]}) > 1
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", ["adakv", "kvzip", "adakv in pieces", "auto in pieces"])
 def test_heads_of_different_ranks_share_one_budget(case: str, folder: Path) -> None:
     kept = [part.kept for part in read_header(folder / f"{case}.kvfold").layers]
@@ -393,6 +414,7 @@ def test_one_process_changes_no_stage() -> None:
     assert Ranks().joining(stages) is stages
 
 
+@pytest.mark.whole
 def test_the_command_under_torchrun(folder: Path, tmp_path: Path, alone: tuple[Any, Any]) -> None:
     document, written = tmp_path / "document.txt", tmp_path / "two.kvfold"
     document.write_text(DOCUMENT)

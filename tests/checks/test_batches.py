@@ -44,6 +44,8 @@ def measurements(model) -> PromptMeasurements:
     return PromptMeasurements(model, word_tokenizer(), CheckStore("run", None), TOKENS, LIMIT)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("with_context", [True, False])
 @pytest.mark.parametrize("cell", METHODS, ids=lambda cell: cell[0])
 def test_rows_of_a_batch_are_measured_as_alone(cell, with_context: bool, model) -> None:
@@ -59,6 +61,8 @@ def test_rows_of_a_batch_are_measured_as_alone(cell, with_context: bool, model) 
     assert len({own.kl for own in singles}) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("with_context", [True, False])
 @pytest.mark.parametrize("cell", [("full", None), ("h2o", "0.4"), ("snapkv:window=4", "0.5")])
 def test_rows_end_where_they_end_alone(

@@ -40,6 +40,8 @@ def test_halves_are_apart_and_together_everything(encoded) -> None:
     assert [p.digest for p in halves(encoded[:5], seed=3)[0]] == [p.digest for p in first]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", [1, 4, 6])
 def test_the_budget_is_that_of_exhaustive_search(
     place: int, measured, encoded, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def test_bad_input_is_one_line(bundled) -> None:
         check((tiny_llama(), word_tokenizer()), [chat, {"prompt": "sky"}], "kivi")
 
 
+@pytest.mark.slow
 def test_records_are_never_read_as_prompts(bundled, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("the sky is blue")
     (tmp_path / "two.txt").write_text("the grass is green")
@@ -143,6 +144,8 @@ def test_a_model_without_template_reads_plain_prompts() -> None:
     assert json.loads(found.model_dump_json())["prompts"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_5"])
 def test_other_layers_read_prompts_of_different_lengths(family: str) -> None:
     pair = build(family, vocab_size=12), word_tokenizer()

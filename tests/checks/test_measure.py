@@ -55,6 +55,8 @@ def prompt(context: int | None, **spans: tuple[int, int]) -> EncodedPrompt:
     return EncodedPrompt("here", IDS, context, spans)
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv:window=4,kernel=3", "streaming_llm_original", "h2o"])
 @pytest.mark.parametrize("budget", ["0.5", "20"])
 def test_a_context_compressed_alone_equals_masked_dense_attention(
@@ -143,6 +145,7 @@ def test_the_floor_is_noise_and_a_full_budget_is_equal(model) -> None:
     assert max(found.kl) < 1e-6 and all(found.agrees)
 
 
+@pytest.mark.slow
 def test_free_answers_are_those_of_kvfold_generate(model) -> None:
     measured = measurements(model)
     for context in (CONTEXT, None):
@@ -231,6 +234,8 @@ def test_what_a_method_does_not_need_of_a_reading_is_not_held(model) -> None:
         assert ours.nbytes == alone.cache.stats().nbytes, name
 
 
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "roberta", "bamba", "jamba", "qwen3_5"])
 @pytest.mark.parametrize("context", [None, CONTEXT])
 def test_forced_tokens_are_the_likeliest_of_their_own_logits(family, context) -> None:

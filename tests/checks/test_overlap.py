@@ -21,6 +21,8 @@ def test_golden_numbers() -> None:
     assert overlap.recall(SPAN, ANSWER) == 0.6
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("protected", "answer"),
     [

@@ -28,6 +28,7 @@ def test_throughput_takes_no_options_of_the_rounds(given: tuple[str, ...]) -> No
     assert "--throughput" in said and said.endswith(f": leave out {given[0]}")
 
 
+@pytest.mark.slow
 def test_records_are_not_named_as_their_picture() -> None:
     assert "where the picture goes" in refused("bench", "no-such-model", "--out", "b.png")
 

@@ -71,6 +71,7 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
     assert not json.loads(wrong.stdout)["certificates"][0]["certified"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

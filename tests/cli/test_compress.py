@@ -98,6 +98,7 @@ def test_several_budgets_are_several_files_from_one_reading(folder: Path, tmp_pa
     assert_same(contexts[0].shrink(0.2).cache, contexts[1].cache)
 
 
+@pytest.mark.slow
 def test_budgets_that_do_not_go_together_are_refused(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(PROMPT)

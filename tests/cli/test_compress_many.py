@@ -67,6 +67,8 @@ def test_each_file_is_that_of_its_document_alone(folder: Path) -> None:
     assert changed == {"lamp.kvfold"}, "only the document that changed is read again"
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -136,6 +138,7 @@ def test_a_file_of_another_fit_is_not_taken_for_this_one(folder: Path) -> None:
     kvfold.load(folder / "bell.kvfold", model, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_file_in_another_basis_is_not_taken_for_this_one(folder: Path) -> None:
     documents, basis = (folder / "bell.txt", folder / "lamp.txt"), folder / "basis.safetensors"
     for document in documents:

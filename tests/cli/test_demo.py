@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
@@ -19,12 +20,14 @@ from kvfold.inspect.inspected_text import NEEDLE
 from tests.helpers.commands import refused
 
 
+@pytest.mark.slow
 def test_demo_refuses_bad_budgets() -> None:
     assert "cannot read 'much'" in refused("demo", "--budgets", "0.5 much")
     assert "no budgets" in refused("demo", "--budgets", " ")
     assert "name it a.html" in refused("demo", "--page", "a.png")
 
 
+@pytest.mark.slow
 def test_demo_refuses_a_book_or_a_length_that_makes_no_document(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text(" \n")

@@ -94,6 +94,8 @@ def test_methods_without_a_budget_run_alone_and_options_are_in_the_records(folde
         assert record["prefill_operations"] > 0 < record["step_operations"]
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -158,6 +160,7 @@ def test_the_command_says_at_once_which_rows_it_cannot_read(folder, tmp_path):
     assert shown.index("cannot be read") < shown.index("score, mean over tasks")
 
 
+@pytest.mark.slow
 def test_data_without_rows_of_a_named_task_is_refused(folder, tmp_path):
     data, out = tmp_path / "empty.jsonl", tmp_path / "out"
     data.write_text("\n", encoding="utf-8")

@@ -95,6 +95,7 @@ def test_a_curve_is_fitted_and_used(book, tmp_path):
     assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_short_is_named(book, tmp_path):
     short, out = tmp_path / "[b]short.txt", tmp_path / "centres.safetensors"
     short.write_text("A few words.")
@@ -118,6 +119,7 @@ def test_texts_beyond_the_passages_are_counted_and_the_file_has_the_scorer_s_nam
     assert "1 of 5 texts give no passage: raise --passages (4)\n" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

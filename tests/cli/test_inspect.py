@@ -54,6 +54,7 @@ def test_without_a_folder_each_run_gets_a_new_one(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kvfold-inspect", "kvfold-inspect-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -38,6 +38,8 @@ def untouched(*arguments: str) -> str:
         return refused(*arguments)
 
 
+@pytest.mark.cases(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,6 +161,8 @@ def test_version_and_short_help() -> None:
     assert kvfold_command("run", "-h").output == kvfold_command("run", "--help").output
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("command", ["run", "compress", "ask", "eval", "inspect", "serve"])
 def test_every_command_that_loads_a_model_has_the_same_options(command: str) -> None:
     shown = kvfold_command(command, "--help").output

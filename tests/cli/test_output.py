@@ -14,6 +14,7 @@ import pytest
 PROGRAM = [sys.executable, "-c", "from kvfold.cli import main; main()"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("methods",), ("tasks", "--json"), ("--help",)])
 def test_a_full_disk_is_one_line_and_exit_code_2(command: tuple[str, ...]) -> None:
@@ -25,6 +26,7 @@ def test_a_full_disk_is_one_line_and_exit_code_2(command: tuple[str, ...]) -> No
     assert ran.stderr.splitlines() == [f"error: [Errno 28] {os.strerror(28)}"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_any_encoding_will_do(encoding: str) -> None:

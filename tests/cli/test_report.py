@@ -52,6 +52,8 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     assert f"line 1 of {path}" in ran.stderr
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "results",
     [

@@ -58,7 +58,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     assert said == alone.ask("What is green?", max_new_tokens=6)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_kill_in_the_middle_of_forty_turns_loses_nothing(tmp_path):
     """The turn that was being answered is sent again, if the next server does not have it."""
     opening, budget = "You keep a list of files. ", 200
@@ -98,6 +98,7 @@ def test_a_kill_in_the_middle_of_forty_turns_loses_nothing(tmp_path):
     assert known["compactions"] == alone.record.compactions > 1
 
 
+@pytest.mark.slow
 def test_the_command_refuses(tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -20,6 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [
@@ -84,6 +85,7 @@ def test_what_cannot_work_is_refused_at_the_start(options, said, folder, tmp_pat
     assert said in " ".join(refused(*vllm, *options).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", ["0.29.1", "0.33.0"])
 def test_another_version_of_vllm_is_refused_in_one_line(found, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("kvfold.cli.serve_vllm.NEEDED", ())

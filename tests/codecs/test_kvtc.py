@@ -67,6 +67,7 @@ def by_hand(made: Transform, heads: list[Tensor], step: float) -> np.ndarray:
     return np.concatenate(found, 1) @ np.linalg.inv(metric) + means
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [32, 20])
 def test_coded_entries_are_rounded_coefficients(rank, monkeypatch):
     monkeypatch.setattr(products, "available", lambda: False)

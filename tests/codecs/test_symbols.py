@@ -42,6 +42,7 @@ def encoded(streams: list[list[int]]) -> CodedStreams:
     return encode([torch.tensor(each, dtype=torch.float32) for each in streams])
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.sampled_from([0, 1, 2, 7, 40, 127, 128, 255, 5000, 32512]).flatmap(
@@ -54,6 +55,7 @@ def test_streams_come_back(streams):
     assert decoded(encoded(streams), [len(each) for each in streams]) == streams
 
 
+@pytest.mark.slow
 def test_many_lanes_come_back():
     draws = torch.Generator().manual_seed(0)
     sizes = torch.linspace(-3, 8.5, 40).exp()
@@ -67,6 +69,7 @@ def entropy_bytes(stream: Tensor) -> float:
     return -sum(n * math.log2(n / len(stream)) for n in counts.values()) / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deviation", [0.2, 0.3, 0.6, 2.0, 20.0])
 def test_bytes_are_near_the_entropy(deviation):
     draw = torch.randn(400_000, generator=torch.Generator().manual_seed(0)) * deviation

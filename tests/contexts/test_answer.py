@@ -47,6 +47,7 @@ def test_the_token_that_ends_an_answer_comes_once(tokenizer):
     assert chat.reader.get_seq_length() == chat.ids.shape[1]
 
 
+@pytest.mark.slow
 def test_what_begins_the_answer_is_not_part_of_it_but_of_the_turn(model, tokenizer):
     context = compressed(model, tokenizer, "snapkv")
     chat = context.chat()
@@ -166,6 +167,8 @@ def test_the_clean_up_of_spaces_changes_the_last_characters_only():
         assert tokenizer.clean_up_tokenization(text).startswith(part[:-CLEANED_UP])
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["words", "pieces", "letters"])
 def test_questions_are_answered_by_tokenizers_that_clean_up(name):
     tokenizer = cleaning_tokenizers()[name]

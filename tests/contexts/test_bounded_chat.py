@@ -79,6 +79,7 @@ def logits(model: Any, cache: kvfold.CompressedCache) -> Tensor:
 # --- the size ------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", sorted(name for name in kvfold.list_methods() if not of_one_model(name))
@@ -102,6 +103,7 @@ def test_two_hundred_turns_hold_their_size_with_every_method(tiny, tokenizer, sp
     assert torch.equal(logits(tiny, fork(context.cache)), alone)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", STORES)
 def test_a_chat_within_a_budget_keeps_the_document_and_so_many_entries(model, tokenizer, spec):
@@ -132,6 +134,8 @@ def test_a_budget_that_is_never_reached_changes_no_answer(tokenizer, family):
         assert bounded.ask(QUESTION, max_new_tokens=5, keep=False) == aside
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "gemma3n", "deepseek_v3", "gpt_oss"])
 def test_other_architectures_hold_their_size_too(tokenizer, family):
     model = new_model(family)
@@ -180,6 +184,7 @@ def test_turns_over_a_document_compressed_in_rounds_are_those_without_rounds(
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["snapkv:window=8", "adakv:window=8", "kvzip", "sirllm", "rkv + every:interval=4"]
@@ -268,6 +273,8 @@ def test_an_error_leaves_the_chat_as_it_was(tokenizer, family):
     assert whole.ask(QUESTION, max_new_tokens=3)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "adakv:window=8"])
 @pytest.mark.parametrize("while_frozen", [True, False], ids=["in the answer", "at the turn's end"])

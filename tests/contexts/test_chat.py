@@ -28,6 +28,7 @@ def tokenizer() -> Any:
     return word_tokenizer()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, "minicache", "streaming_llm"])
 def test_threads_get_the_answers_they_would_get_alone(model, tokenizer, spec):
@@ -135,6 +136,7 @@ def test_a_stream_computes_in_the_autocast_of_its_reader(tokenizer):
     assert set(modes) == {(True, torch.float16)}
 
 
+@pytest.mark.slow
 def test_inference_mode_streams_what_it_answers(model, tokenizer):
     """The mode is of one thread, and a stream generates in another."""
     with torch.inference_mode():

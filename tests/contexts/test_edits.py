@@ -118,6 +118,8 @@ def test_documents_are_read_again_in_pieces(method):
                 edit((20, 30), "reread", prefill_chunk=none)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "budget"), [("full", None), ("snapkv", 0.5), ("kvzip", 0.5)])
 def test_appended_text_is_answered_too(bundled, method, budget):
     context = kvfold.compress(
@@ -196,6 +198,7 @@ def test_a_joined_context_is_saved_and_goes_on(bundled, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "snapkv", "adakv"])
 def test_a_joined_cache_is_cropped_by_what_it_read_since(spec):
     model, tokenizer = new_model(), word_tokenizer()

@@ -27,6 +27,8 @@ def of(model, spec: str = "adakv", budget=40, **options) -> kvfold.Context:
     return kvfold.compress(model, word_tokenizer(), DOCUMENT, spec, budget, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", UNEVEN)
 def test_a_levelled_context_is_one_compressed_with_level(model, spec) -> None:
     uneven = of(model, spec)
@@ -45,6 +47,7 @@ def test_a_levelled_context_is_one_compressed_with_level(model, spec) -> None:
         assert set(heads[0]) == set().union(*map(set, heads))
 
 
+@pytest.mark.slow
 def test_the_distance_is_the_kl_along_the_uneven_answer(model) -> None:
     uneven = of(model, budget=36)
     levelled = uneven.levelled("votes")
@@ -64,10 +67,12 @@ def test_the_distance_is_the_kl_along_the_uneven_answer(model) -> None:
     assert expected > 1e-4 and levelled.level.kl == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_union_of_what_agrees_is_no_distance(model) -> None:
     assert of(model, "streaming_llm_original:decode=append").levelled("union").level.kl < 1e-6
 
 
+@pytest.mark.slow
 def test_files_hold_the_record(model, tmp_path) -> None:
     levelled = of(model).levelled()
     levelled.save(tmp_path / "a.kvfold")
@@ -79,6 +84,7 @@ def test_files_hold_the_record(model, tmp_path) -> None:
     assert read_header(tmp_path / "b.kvfold").level is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_levelled_says_why(model) -> None:
     with pytest.raises(KvfoldError, match="to one set of tokens already"):
         of(model).levelled().levelled()

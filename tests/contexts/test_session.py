@@ -52,6 +52,7 @@ def whole(session: Session) -> kvfold.Context:
     return cache
 
 
+@pytest.mark.slow
 def test_turns_within_the_budget_equal_a_chat_over_the_same_opening(model, tokenizer, new):
     session = new("snapkv:window=4", 2000)
     chat = kvfold.compress(model, tokenizer, " ".join(WORDS[:20]), "full").chat()
@@ -193,6 +194,7 @@ def of(name: str, **changes: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -329,6 +331,7 @@ def test_a_message_is_not_dropped_and_shortened_in_one_edit(new):
     assert session.context is context and session.record is record
 
 
+@pytest.mark.slow
 def test_a_message_whose_drop_waits_is_not_shortened(new):
     session = new("knorm", 500)
     session.ask(Message(text(0), id="a"), Message(text(1, 3), id="b"), max_new_tokens=2)

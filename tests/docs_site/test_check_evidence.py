@@ -102,6 +102,7 @@ def test_the_published_page_is_that_of_the_records(bench):
     assert (bench.OUT / bench.PAGE).read_text(encoding="utf-8") == bench.text(*bench.load())
 
 
+@pytest.mark.slow
 def test_prompts_are_drawn_again_from_published_rows(tmp_path):
     """Digests tell that they are the samples that were scored; another haystack is refused."""
     with scripts_of(BENCHMARKS) as script:

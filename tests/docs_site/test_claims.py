@@ -94,6 +94,7 @@ def test_numbers_are_rounded_once_and_halves_away_from_zero(bench, value, text):
     assert import_module("claims_evidence").rounded(value, 1) == text
 
 
+@pytest.mark.whole
 def test_no_number_of_the_page_has_two_texts(bench):
     """One difference has one text, whichever test states it."""
     rows = [line.strip("| ").split(" | ") for line in bench.page().splitlines()]
@@ -294,6 +295,7 @@ def test_a_test_has_one_rule(bench, given):
         bench.Test.of(given)
 
 
+@pytest.mark.whole
 def test_the_published_page_is_that_of_the_records(bench):
     assert bench.PAGE.read_text(encoding="utf-8") == bench.page()
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvfold.report.load import load_results
 from tests.helpers.scripts import BENCHMARKS, module_of
 
@@ -20,6 +22,7 @@ def columns(table: str) -> dict[tuple[str, str], str]:
     return found
 
 
+@pytest.mark.whole
 def test_every_cell_of_the_records_is_shown(bench):
     steps = bench.steps(bench.load()[1])
     shown = list(bench.claims_cells.tables(bench.RESULTS, steps))

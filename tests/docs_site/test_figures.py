@@ -24,7 +24,7 @@ def test_every_number_has_a_source(figures: ModuleType) -> None:
     assert figures.faults() == []
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_number_that_is_off_by_its_last_digit_is_noticed(figures: ModuleType) -> None:
     """In at least nine of ten places: a wrong number may be another value of the same method."""
     entry = figures.ledger()[RESULTS]

@@ -27,6 +27,8 @@ def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_p
         assert (tmp_path / name).read_bytes() == (pages.OUT / name).read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "method",
     ["knorm", "h2o:decode=append", "scissorhands:window=6,recent=2", "rkv:window=4", "keydiff"],

@@ -41,6 +41,8 @@ MUCH_USED = (
 models = module_of(GENERATE, "models")
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", MUCH_USED)
 def test_the_page_has_what_a_fresh_run_finds(models: ModuleType, name: str) -> None:
     assert models.row(name, models.check(name)) in (DOCS / "models.md").read_text("utf-8")
@@ -57,6 +59,7 @@ def test_an_error_that_is_not_kvfolds_is_shown(models: ModuleType) -> None:
     assert "| TypeError: no number | LlamaForCausalLM |" in block
 
 
+@pytest.mark.slow
 def test_refused_classes_are_listed_with_the_reason(models: ModuleType) -> None:
     page = (DOCS / "models.md").read_text("utf-8")
     for name in ("FalconForCausalLM", "T5ForConditionalGeneration", "MambaForCausalLM"):

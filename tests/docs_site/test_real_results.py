@@ -154,6 +154,7 @@ def published() -> Sequence[CellResult]:
     return load_results([file]) if file.is_file() else []
 
 
+@pytest.mark.whole
 def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> None:
     page, front = RESULTS / "README.md", (ROOT / "README.md").read_text(encoding="utf-8")
     results = published()
@@ -164,6 +165,7 @@ def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> No
     assert ("Not run yet:" in made_page) == (not results)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not published(), reason="no records of the really trained model yet")
 def test_published_tables_are_those_of_the_records() -> None:
     every = boards(published())
@@ -282,6 +284,7 @@ def test_a_method_that_lacks_a_task_is_in_no_mean(publishing: ModuleType) -> Non
     assert "| tova" not in page
 
 
+@pytest.mark.slow
 def test_means_are_of_the_needles_that_every_method_is_run_on(publishing: ModuleType) -> None:
     """Another length with one method neither changes the means nor leaves the others out."""
     known = {"task": NOISE, "length": 2048, "haystack": "book.txt", "metric": "string_match_all"}
@@ -545,6 +548,7 @@ def test_a_task_that_is_run_with_fewer_methods_is_whole(publishing: ModuleType) 
     assert publishing.settled([*short, *long]) == [*short, *long]
 
 
+@pytest.mark.slow
 def test_a_run_of_another_model_is_not_published(
     publishing: ModuleType, run: Path, checkout: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation site: built without network, complete, and without a dead link."""
+"""The documentation site: built without network, complete, and without a dead link.
+
+`make docs` builds it and runs these on it; without SITE, which it names, they build their own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from kvfold.methods.registry import preset
 from kvfold.report.load import load_results
 from kvfold.report.write import write
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -38,14 +41,6 @@ WITHOUT_A_ROW = [
     for name, cls in kvfold.list_methods().items()
     if name == cls.name and not re.search(rf'"method":"([^"]+ \+ )?{name}\b', MEASURED)
 ]
-# mkdocs, in a process in which nothing can be looked up or connected to
-BUILD = """
-import runpy, socket, sys
-def refused(*_, **__): raise OSError("the site is built without network")
-socket.getaddrinfo = socket.socket.connect = refused
-sys.argv = ["mkdocs", "build", "--strict", "--site-dir", sys.argv[1]]
-runpy.run_module("mkdocs", run_name="__main__")
-"""
 LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
 IN_STYLE = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")
 
@@ -67,9 +62,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site."""
     if not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))):
         pytest.skip("the site is built by the extra docs")
+    if "SITE" in os.environ:
+        return ROOT / os.environ["SITE"]
     out = tmp_path_factory.mktemp("site")
     ran = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)],
+        [sys.executable, "-m", "tests.helpers.site", str(out)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -105,6 +102,7 @@ def written(value: object) -> str:
     return "/".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
+@pytest.mark.slow
 @NAMES
 def test_a_name_has_a_page_with_what_its_class_says(site: Path, name: str) -> None:
     cls = kvfold.list_methods()[name]
@@ -162,6 +160,7 @@ def test_rows_of_the_leaderboard_are_those_of_the_report(site: Path, folder: Pat
     assert len(tables) == 2 and compared > 20 if folder.name == "bundled" else compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", LEADERBOARDS, ids=lambda folder: folder.name)
 def test_the_page_to_sort_and_filter_is_the_report_of_the_records(
     site: Path, folder: Path, tmp_path: Path

@@ -32,6 +32,7 @@ def section(page: str, heading: str) -> str:
     return found
 
 
+@pytest.mark.whole
 def test_the_published_page_is_that_of_the_records(which: ModuleType) -> None:
     results = load_results([which.RESULTS / "records.jsonl"])
 

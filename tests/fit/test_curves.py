@@ -87,6 +87,7 @@ def by_hand(model: Any, tokenizer: Any, text: str, budget: float) -> Tensor:
     return torch.tensor(sizes).view(layers, heads) / len(slopes[0])
 
 
+@pytest.mark.slow
 def test_a_fitted_curve_is_the_mean_of_the_texts_and_pays_held_out(bundled, tmp_path) -> None:
     model, tokenizer = bundled
     given, lines = texts(4), []

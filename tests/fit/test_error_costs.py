@@ -29,6 +29,7 @@ def likelihoods(model: Any, cache: DynamicCache, ids: torch.Tensor) -> torch.Ten
     return logits.log_softmax(-1).gather(2, likeliest.expand(len(logits), -1, 1)).sum((1, 2))
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_finite_differences(monkeypatch):
     model, tokenizer = kvfold.bundled_model()
     model = copy.deepcopy(model).double()

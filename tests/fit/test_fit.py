@@ -66,6 +66,7 @@ def fitted(bundled: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 # --- the solution ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_numpy_on_the_same_features(bundled, fitted):
     scorer = read_fitted(fitted.path, bundled[0], Scorer)
     method, learned = target_method("kvzip"), parts_of(texts())[0]

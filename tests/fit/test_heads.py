@@ -69,6 +69,7 @@ def scores_by_hand(model: Any, tokenizer: Any, text: str, layer: int) -> Tensor:
     return logits.softmax(-1).cumsum(1).mean(1).view(-1, 2).mean(1)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_kvpress(bundled, tmp_path):
     model, tokenizer = bundled
     given, lines = texts(3), []

@@ -28,6 +28,7 @@ def expected(model: Any, ids: Any, mask: Any, **options: Any) -> Any:
     return kvfold.generate(model, ids, cache=cache, attention_mask=mask, **GREEDY | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(64,), (64, 40)])
 def test_a_folder_generates_as_an_explicit_cache(model, lengths):
     ids, mask = prompts(lengths)
@@ -37,6 +38,7 @@ def test_a_folder_generates_as_an_explicit_cache(model, lengths):
         assert torch.equal(found, expected(model, ids, mask, **how))
 
 
+@pytest.mark.slow
 def test_a_model_that_came_with_the_folder(model):
     """transformers puts such a function in the place of the model's `generate`."""
     ids, mask = prompts((64,))

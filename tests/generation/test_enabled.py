@@ -33,6 +33,7 @@ def explicit(model: Any, ids: Any, mask: Any, method: str, budget: Any, **option
     return kvfold.generate(model, ids, cache=cache, attention_mask=mask, **GREEDY | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "budget"), [("snapkv:window=8", 20), ("h2o", 0.3), ("kivi:group=8", None)]
 )
@@ -138,6 +139,7 @@ def test_transformers_text_generation_pipeline(model):
     assert found.split()[-5:] == expected.split()[-5:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "streaming_llm", EVERY])
 @pytest.mark.parametrize("lengths", [(64,), (64, 40, 52)])
 def test_embeddings_are_read_into_a_fresh_cache(model, spec, lengths):
@@ -199,7 +201,7 @@ def batched(model: Any) -> list[list[int]]:
     return [request.generated_tokens for _, request in sorted(made.items())]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_continuous_batching_has_the_stock_attention(model):
     expected, (ids, mask) = batched(model), prompts((64,))
     answer = explicit(model, ids, mask, "snapkv:window=8", 20)
@@ -300,6 +302,7 @@ def test_a_forward_without_a_cache_warns_once(model, enabled_once, forward, resu
     assert result in message and message.count("past_key_values=cache, labels=text") == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_compresses_or_keeps_nothing_warns_of_nothing(model, enabled_once):
     ids, cache = prompts((40,))[0], CompressedCache(model, "knorm", 0.1)

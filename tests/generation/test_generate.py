@@ -81,6 +81,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_with_budget_to_spare_are_stock(mode, lengths):
@@ -96,6 +97,8 @@ def test_modes_with_budget_to_spare_are_stock(mode, lengths):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.cases(6)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "streaming_llm"])
 @pytest.mark.parametrize("mode", MODES)
@@ -144,6 +147,8 @@ def test_beams_go_on_from_an_earlier_turn(model):
 IN_ROUNDS = [spec for spec in COMPRESSING if bool(kvfold.parse(spec).stages().rounds)]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @assists
 @pytest.mark.parametrize("spec", [spec for spec in COMPRESSING if spec not in IN_ROUNDS])
 @pytest.mark.parametrize("helper", ["prompt lookup", "assistant"])
@@ -345,6 +350,7 @@ def test_a_conversation_goes_on_after_a_turn_that_left_nothing(model, spec):
     assert answer.shape[1] == whole.shape[1] + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["snapkv:window=8", "tova", "kivi:group=8,residual=8", "compactor", "non_causal"]
 )

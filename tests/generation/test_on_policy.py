@@ -128,6 +128,7 @@ def test_the_first_layer_and_the_kept_entries_are_those_of_plain_match():
     assert not any(torch.allclose(*pair, rtol=1e-3) for pair in pairs[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [SPEC, SPEC.replace("kvzip:", "kvzip:level=uniform,"), "kvzip:chunk=40 + match"]
 )

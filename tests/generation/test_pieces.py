@@ -104,6 +104,7 @@ def test_pieces_of_a_model_that_computes_lone_columns_otherwise_are_the_whole():
     assert worst(out.logits[0], whole) < 1e-4 < 10 * worst(apart, whole)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_padding_behind_tokens_of_one_forward_is_refused(data):

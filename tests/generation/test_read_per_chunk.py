@@ -28,6 +28,8 @@ def read(model, cache, lengths):
     return ids, mask
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [(64,), (64, 53, 24)], ids=["alone", "padded"])
 @pytest.mark.parametrize("spec", SPECS)
@@ -50,6 +52,7 @@ def test_pieces_are_turns(spec, lengths):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "knorm", "streaming_llm_original"])
 def test_what_is_kept_is_attended_to_as_in_a_masked_dense_cache(spec):
@@ -65,6 +68,8 @@ def test_what_is_kept_is_attended_to_as_in_a_masked_dense_cache(spec):
         truth.hide(cache)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_more_is_held_than_a_piece_and_what_is_kept(spec, monkeypatch):
@@ -109,6 +114,8 @@ def test_generate_reads_the_last_piece_itself():
     assert whole.positions(0)[0][0].tolist() != caches[0].positions(0)[0][0].tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "adakv:window=8"])
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_pieces_of_a_token_end_within_the_budget(spec, chunk):

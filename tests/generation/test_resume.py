@@ -21,6 +21,8 @@ def model() -> PreTrainedModel:
     return build("llama")
 
 
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "snapkv:window=8", "streaming_llm", "tova", "adakv"])
 @pytest.mark.parametrize("column", [0, 20, 42])
 def test_a_cache_that_evicted_nothing_goes_back_to_the_shared_prefix(model, spec, column):
@@ -48,6 +50,7 @@ def test_an_answer_is_given_again(model):
     assert torch.equal(turn(model, cache, ids, reuse="prefix"), said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "kivi:group=8,residual=8"])
 def test_an_eviction_is_not_taken_back(model, spec):
     budget = None if spec.startswith("kivi") else 20

@@ -225,6 +225,7 @@ def test_names_that_no_file_can_have_are_refused(
         kvfold.evaluate(*pair, "niah_magic", "snapkv", 0.5, out="")
 
 
+@pytest.mark.slow
 def test_a_file_s_name_is_no_document(pair: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "contract.txt"
     path.write_text("The gate opens at noon.")

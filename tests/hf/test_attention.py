@@ -48,6 +48,7 @@ def test_a_disabled_model_attends_as_it_was_loaded(model):
     assert model.config._attn_implementation == "flex_attention"
 
 
+@pytest.mark.slow
 def test_the_image_encoder_keeps_the_attention_it_was_loaded_with():
     model = image_models.build("llava")
     model.set_attn_implementation({"vision_config": "eager"})

@@ -54,6 +54,7 @@ def test_models_that_compute_attention_themselves_are_refused(name):
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_OUR_CACHE)
 def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(name):
     model = build(name)
@@ -126,6 +127,7 @@ def test_a_model_whose_layers_all_slide_is_refused():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_refused_model_reads_no_text_or_no_cache_of_kvfolds():
     for name, kind, reason in (
         ("minimax", None, "reads text, but not with a cache of kvfold's: MiniMax uses cache of"),

@@ -40,6 +40,8 @@ class Reading(Method):
         return Stages(needs=Needs(OutputNorms("l2")), score=sizes)
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(GATED)))
 def test_every_family_without_a_gate_is_known(family):
     model = build(family)

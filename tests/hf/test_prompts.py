@@ -28,6 +28,8 @@ def begun(model, spec="snapkv:window=8", budget=20):
     return cache
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "gpt2", "bamba"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}, LOOKUP])
 @pytest.mark.parametrize("length", [2, 50, 64])
@@ -44,6 +46,8 @@ def test_a_prompt_that_is_not_longer_than_what_was_read_is_refused(family, optio
     assert cache.get_seq_length() == 64
 
 
+@pytest.mark.cases(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("enabled", "name"), [(False, CACHE), *((True, name) for name in CACHE_NAMES)]
 )
@@ -91,6 +95,8 @@ def test_drafts_of_a_whole_text_are_refused_as_it_would_be_read_again():
     assert cache.get_seq_length() == 64
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "gpt2"])
 @torch.no_grad()

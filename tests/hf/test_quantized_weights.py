@@ -76,6 +76,8 @@ def load(request: pytest.FixtureRequest, folder: Path) -> Callable[[], PreTraine
     return loaded
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 def test_a_budget_for_everything_changes_no_bit(load, folder):
     model = load()
     plain, compressed = (
@@ -122,6 +124,7 @@ def test_weights_are_the_same_before_and_after_the_first_forward(load):
     assert checksum(model.named_parameters()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["criticalkv", "kvzip_plus"])
 def test_methods_that_read_a_weight_are_refused(load, spec):
     with pytest.raises(UnsupportedModel, match="load the model whole and unquantized"):

@@ -41,6 +41,8 @@ def test_models_that_begin_anew_are_found(name, expected):
     assert restarts(model) is expected
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("chunk", [None, 10])
 def test_turns_and_pieces_are_the_text_read_at_once(lengths, chunk):
@@ -61,6 +63,7 @@ def test_turns_and_pieces_are_the_text_read_at_once(lengths, chunk):
     assert worst(logits(made), logits(at_once)) <= CLOSE
 
 
+@pytest.mark.slow
 def test_a_later_turn_ends_with_an_eviction():
     """Its tokens are one prefill, though they are read one by one."""
     ids, model = prompts(ALONE)[0], build("jamba")
@@ -74,6 +77,7 @@ def test_a_later_turn_ends_with_an_eviction():
         assert all(set(range(94 - 8, 94)) <= set(head.tolist()) for head in heads)
 
 
+@pytest.mark.slow
 def test_a_question_to_a_context_goes_on_from_the_document():
     model, tokenizer = build("jamba", torch.float64), word_tokenizer()
     asked = kvfold.compress(model, tokenizer, DOCUMENT, "full").ask(QUESTION, max_new_tokens=4)
@@ -106,6 +110,7 @@ def beside(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.where(mask > 0, ids, 7), mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
 @pytest.mark.parametrize(("chunk", "compress"), [(20, "at_end"), (3, "at_end"), (20, "per_chunk")])
 def test_padded_rows_in_pieces_are_the_rows_alone(name, chunk, compress):
@@ -117,6 +122,7 @@ def test_padded_rows_in_pieces_are_the_rows_alone(name, chunk, compress):
     assert worst(logits(made), alone(name, ids, mask)) <= CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba", "jamba"])
 @pytest.mark.parametrize(
     ("lengths", "options"),
@@ -153,6 +159,7 @@ def test_padding_in_later_pieces_of_tokens_one_by_one_is_refused():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba", "jamba"])
 def test_own_forwards_of_a_padded_column_are_refused(name):
     ids, mask = beside((12, 5))
@@ -166,6 +173,7 @@ def test_own_forwards_of_a_padded_column_are_refused(name):
     assert reader.cache.get_seq_length() == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
 def test_own_forwards_of_more_columns_or_of_tokens_are_the_rows_alone(name):
     ids, mask = beside((12, 5))

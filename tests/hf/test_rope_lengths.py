@@ -37,6 +37,8 @@ MODELS = {
 switching = pytest.mark.parametrize("name", MODELS)
 
 
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @notices_drops
 @switching
 @pytest.mark.parametrize(
@@ -81,6 +83,7 @@ def test_a_turn_past_the_change_is_refused_where_entries_were_evicted(name):
     assert cache.get_seq_length() == 19
 
 
+@pytest.mark.slow
 @notices_drops
 @switching
 @pytest.mark.parametrize("seen", [1, LIMIT])
@@ -177,6 +180,7 @@ def test_one_thread_at_a_time_rotates():
     assert inside.is_set() and torch.equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
 def test_other_kinds_of_rope_read_any_parts_alike(kind):
     settings = {"rope_type": kind}

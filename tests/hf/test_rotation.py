@@ -55,6 +55,7 @@ def test_longrope_is_refused_by_generate_and_works_with_ours():
     assert cache.stats().kept == [[[27, 27]]] * 4
 
 
+@pytest.mark.slow
 @notices_drops
 def test_longrope_with_budget_to_spare_is_stock():
     model = longrope()

@@ -88,6 +88,7 @@ def test_a_system_message_is_read_kept_by_kvzip_and_held_by_the_file(model, meth
     assert loaded.ask(QUESTION, max_new_tokens=4) == context.ask(QUESTION, max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_texts_of_one_system_message_only_are_joined(model):
     tokenizer = tokenizer_of(TEMPLATE)
     made = [

@@ -248,6 +248,7 @@ def own(tokenizer: Any, count: int = 1) -> list[str]:
     return controls(tokenizer, token_ids(tokenizer, "a".join(pieces)))
 
 
+@pytest.mark.slow
 @EVERY
 def test_contexts_and_chats_read_users_text_as_text(made, model, kind):
     tokenizer, hostile = made[kind], HOSTILE[kind]
@@ -396,6 +397,7 @@ def test_the_server_does_not_tokenise_what_is_too_long_without_a_doubt(
         assert sum(tokenised) < 1000
 
 
+@pytest.mark.slow
 @EVERY
 def test_a_long_text_is_not_tokenised_to_its_end_for_nobody(made, model, kind, monkeypatch):
     control = next(iter(control_tokens(made[kind])))

@@ -74,6 +74,7 @@ def test_two_caches_are_refused(model):
     assert not any(cache.get_seq_length() for cache in caches.values())
 
 
+@pytest.mark.slow
 @by_name
 def test_an_enabled_generate_takes_a_cache_under_either_name(model, name):
     ids, cache = prompts((64,))[0], CompressedCache(model, "full")

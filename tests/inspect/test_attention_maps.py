@@ -103,6 +103,7 @@ def test_no_matrix_of_all_queries_and_entries_is_made() -> None:
     assert 0 < largest.elements < tokens * tokens / 2
 
 
+@pytest.mark.slow
 def test_a_text_shorter_than_the_grid_has_a_cell_for_every_token() -> None:
     layers = watch_attention(build("llama"), ids(7))
     assert layers[0].cells.shape == (7, 7)

@@ -87,7 +87,7 @@ def gave_up(job: str, why: str) -> tuple[str, str]:
     return job, why
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_workers_leave_interrupts_to_their_parent_from_the_start(folder, capfd):
     before, interrupted = signal.getsignal(signal.SIGINT), set[int]()
 
@@ -127,13 +127,14 @@ def test_every_worker_has_a_number_of_its_own(monkeypatch):
     assert numbers == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_results_come_one_by_one_and_only_what_is_left_of_a_job_is_given_up(folder):
     spec = WorkerSpec(str(folder), letters, gave_up, left=letters_left)
     found = list(processes(spec, 1)(["abc", "de!f", "g"]))
     assert found == ["a", "b", "c", "d", "e", ("!f", "ValueError: !"), "g"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs_of", [1, 3])
 def test_a_model_that_no_worker_can_load_is_refused_once(tmp_path, jobs_of):
@@ -143,7 +144,7 @@ def test_a_model_that_no_worker_can_load_is_refused_once(tmp_path, jobs_of):
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_processes_that_are_killed_lose_nothing(setting, folder):
     todo = jobs(setting)
     alone = [s for each in by_itself(setting)(todo) for s in each]

@@ -19,15 +19,15 @@ from kvfold.eval.tasks import SampleRequest, select
 from kvfold.hf.chat_template import token_count
 from kvfold.jobs.executor import WorkerSpec, here, in_parallel
 from kvfold.jobs.ray_cluster import RayExecutor, cluster
+from tests.helpers.packages import Package
 
-ray = pytest.importorskip("ray")
+ray = Package("ray", optional=True)
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    own = Package("ray.cluster_utils", optional=True)
+    nodes = own.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     nodes.add_node(num_cpus=1)
     yield nodes.address
     ray.shutdown()
@@ -45,7 +45,7 @@ def told(samples: list[SampleResult]) -> list[str]:
     return sorted(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     address: str,
 ) -> None:
@@ -90,7 +90,7 @@ class Unreadable(str):
         return int, ("no number",)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_job_that_raises_is_told_in_its_own_words_and_a_model_s_failure_ends_the_run(
     address: str,
 ) -> None:
@@ -117,7 +117,8 @@ def test_where_no_cluster_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
     def refuse(**options: object) -> None:
         raise ConnectionError("nobody there")
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", refuse)
+    pytest.importorskip("ray")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", refuse)
     with pytest.raises(KvfoldError, match=r"no Ray cluster at 192\.0\.2\.1:6379: nobody there"):
         cluster(worker_spec("bundled"), "192.0.2.1:6379", None)

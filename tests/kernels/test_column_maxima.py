@@ -202,6 +202,7 @@ def test_weights_multiply_each_query_head_before_the_maximum(kernel, given, grou
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("groups", [1, 3, 8])
 @pytest.mark.parametrize("masked", [False, True])
@@ -253,6 +254,7 @@ def test_all_zero_where_nothing_is_to_be_said(kernel, why, kind):
 # --- weights that underflow --------------------------------------------------------------------
 
 
+@pytest.mark.cases(24)
 @KERNELS
 @pytest.mark.parametrize("kind", ["none", "bool", "additive", "lowest"])
 @pytest.mark.parametrize(
@@ -326,6 +328,7 @@ def mean_squares(query, key, mask, scored, counted, rows, columns):
     return (sums / (groups * queries).view(-1, 1, 1)).sqrt()
 
 
+@pytest.mark.slow
 @KERNELS
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("some", [False, True])
@@ -435,6 +438,7 @@ def test_slices_of_scored_entries_are_put_together(monkeypatch, gap, masked):
     assert_same(*both(query, key, value, mask, scored=scored), 1e-10)
 
 
+@pytest.mark.slow
 @KERNELS
 @GROUPS
 def test_half_precision_maxima_are_held_in_float32(kernel, groups):

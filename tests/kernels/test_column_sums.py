@@ -52,6 +52,8 @@ def test_inputs_are_left_as_they_were(kernel):
 
 
 # Log-sum-exps add up, their squares do not: flash has none.
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "squares"),
     [("triton", False), ("triton", True), ("flash", False), ("torch", False), ("torch", True)],

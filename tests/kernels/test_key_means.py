@@ -41,6 +41,7 @@ def rotate(keys, shift):
     return turned(keys[0, 0], shift[0].tolist())[None, None]
 
 
+@pytest.mark.slow
 @LAYOUTS
 def test_a_bias_is_seen_behind_an_unknown_rope(layout):
     """At any pair's frequency; 4 bits then lose more than half of what keys do not share."""

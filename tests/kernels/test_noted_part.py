@@ -51,6 +51,8 @@ def by_token(x: Tensor) -> Tensor:
     return x.unflatten(1, (HEADS, -1)).transpose(2, 3).flatten(2, 3)
 
 
+@pytest.mark.cases(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 3, 8])
 @pytest.mark.parametrize("kind", ["plain", "padded", "softcap", "sinks", "faint"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -52,6 +52,7 @@ def test_the_first_code_is_in_the_low_bits():
     assert pack(codes.T, 2, 0).tolist() == [[228]]
 
 
+@pytest.mark.slow
 @BITS
 @pytest.mark.parametrize("dim", [0, 1])
 @given(st.integers(0, 3), st.integers(1, 3), st.randoms(use_true_random=False))
@@ -91,6 +92,7 @@ def test_packed_entries_are_those_of_a_loop(packed, bits):
         torch.testing.assert_close(encoded.segment(i), restored)
 
 
+@pytest.mark.slow
 @BITS
 @DTYPES
 @given(seed=st.integers(0, 10**6), spread=st.floats(1e-2, 1e3), offset=st.floats(-1e3, 1e3))

@@ -240,6 +240,8 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, p
     assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("unpacking_nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
@@ -274,6 +276,8 @@ def test_what_is_packed_is_attended_to_as_it_is(lengths, old, values_old, option
     assert_close(got, dense(query, *whole, hidden, **given), 5e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("unpacking_nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -299,6 +303,8 @@ def test_what_was_quantized_alone_is_attended_to_as_it_is(sinks, options, monkey
     assert_close(got, dense(query, *whole, hidden, **given), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("unpacking_nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -331,6 +337,8 @@ def check_quantized_alone(lengths, tails, sinks, options):
     assert_close(got, dense(query, *whole, hidden, **given), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("path", ["triton", "varlen"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("new", [1, 6])

@@ -21,6 +21,7 @@ from tests.helpers.by_hand import (
 from tests.helpers.padded_prefill import kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["adakv:window=8", "adakv:window=8,normalize=true"])
 def test_adakv_spends_exactly_a_layer_s_budget(model, spec):
     counts, cache = kept(model, spec, 20)
@@ -63,6 +64,7 @@ def adakv(layers: list[Layer], sizes: list[int], floor: float) -> list[list[list
     return kept
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("floor", [0.2, 0.0, 0.7])
 def test_adakv_shares_a_layer_among_its_heads(floor, heads, lengths):
@@ -90,6 +92,7 @@ def blended(scores: list[list[float]], mean: int, part: float, normalize: bool) 
     return [round(won.count(h) * (1 - part) + int(mean * part)) for h in range(len(scores))]
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("part", [0.2, 0.5])
 @pytest.mark.parametrize("normalize", [False, True])

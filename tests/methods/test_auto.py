@@ -55,6 +55,8 @@ def auto_kept(layer: Layer, chosen: list[tuple[float, int, int]]) -> list[list[i
     return kept
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("tolerance", [0.05, 0.3])
 def test_auto_keeps_the_fewest_within_its_tolerance(tolerance, heads, lengths):

@@ -80,6 +80,7 @@ def test_tokens_that_few_heads_hold_are_not_preferred_by_scores_below_zero() -> 
         assert slots.tolist() == [[[4, 5, 6, 7]] * 2]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_rows_choose_their_own_chunks_and_spend_the_whole_budget() -> None:
     model = build("llama")
@@ -129,6 +130,7 @@ def of_layer(layer: Layer, shared: bool) -> list[list[int]]:
     return [best_chunks(scores) + newest(head, WINDOW) for head, scores in heads]
 
 
+@pytest.mark.slow
 @PIECES
 @pytest.mark.parametrize("shared", [True, False])
 @SHAPES

@@ -123,6 +123,7 @@ def test_entries_that_their_chunk_attends_to_stay(heads, lengths):
     assert_prefill(f"non_causal:chunk={CHUNK}", SMALL, heads, lengths, non_causal)
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize(
     ("spec", "weight", "first", "last"),

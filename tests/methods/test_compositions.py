@@ -150,6 +150,7 @@ def kivi(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("selecting", [SNAPKV, LAZY, STREAMING, f"{PYRAMIDKV} + adakv:window=8"])

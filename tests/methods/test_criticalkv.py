@@ -121,6 +121,7 @@ def keeping(
     return keep
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize(("norm", "order"), [("l1", 1), ("l2", 2)])
 def test_the_second_half_goes_by_score_times_norm(norm, order, heads, lengths):
@@ -128,6 +129,7 @@ def test_the_second_half_goes_by_score_times_norm(norm, order, heads, lengths):
     assert_prefill(spec, SMALL, heads, lengths, keeping(mean, heads, WINDOW, order))
 
 
+@pytest.mark.slow
 @SHAPES
 def test_the_preset_adds_epsilon_to_the_sum_of_32_queries(heads, lengths):
     """Of fewer queries a part of it."""
@@ -135,12 +137,14 @@ def test_the_preset_adds_epsilon_to_the_sum_of_32_queries(heads, lengths):
     assert_prefill(f"criticalkv_summed:window={WINDOW}", SMALL, heads, lengths, kept)
 
 
+@pytest.mark.slow
 @SHAPES
 def test_after_snapkv_it_is_the_method_alone(heads, lengths):
     spec = f"snapkv:window={WINDOW} + criticalkv"
     assert_prefill(spec, SMALL, heads, lengths, keeping(mean, heads, WINDOW))
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("scoring", ["snapkv", "adakv"])
 def test_heads_get_their_sizes_by_the_first_score(scoring, heads, lengths):
@@ -151,6 +155,7 @@ def test_heads_get_their_sizes_by_the_first_score(scoring, heads, lengths):
     assert heads == 1 or len({n for layer in kept for n in layer[0]}) > 1
 
 
+@pytest.mark.slow
 @SHAPES
 def test_scores_below_zero_are_counted_from_the_lowest(heads, lengths):
     """Norms of keys score with minus: as a factor, a large norm of the value would evict."""

@@ -106,6 +106,7 @@ def test_heads_have_the_sizes_of_the_curve_at_the_budget(model, tmp_path, budget
         assert found == wanted and sum(found) == math.floor(8 * size)
 
 
+@pytest.mark.slow
 def test_the_choice_inside_a_head_is_the_other_methods(model, tmp_path) -> None:
     """Equal parts are the method alone; with a curve, more or fewer of the same ranking."""
     equal = dataclasses.replace(random_curve(model), parts=torch.full((3, 4, 2), 0.5))

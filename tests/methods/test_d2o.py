@@ -154,6 +154,7 @@ def sized_once(
     return change
 
 
+@pytest.mark.slow
 @SHAPES
 def test_d2o_sizes_layers_merges_and_moves_its_threshold(heads, lengths):
     sizes = partial(d2o_sizes, budget=SMALL)

@@ -66,6 +66,7 @@ def missed(head: Head) -> list[int]:
     return best(scores[:-WINDOW], SMALL - WINDOW) + newest(head, WINDOW)
 
 
+@pytest.mark.slow
 @PIECES
 @SHAPES
 def test_kept_entries(heads, lengths, chunk) -> None:

@@ -116,6 +116,7 @@ def test_a_threshold_takes_no_budget(model, tmp_path):
     assert kvfold.parse("duo_paper").threshold == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparsity", [0.1, 0.25, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("group", [1, 3])
 def test_heads_below_the_quantile_stream_as_released(tmp_path, group, sparsity):
@@ -132,6 +133,7 @@ def test_heads_below_the_quantile_stream_as_released(tmp_path, group, sparsity):
     assert kvfold.parse("duo_official") == kvfold.parse("duo:sparsity=0.5")
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("options", ["", " + every:interval=3"])
 def test_logits_are_those_of_hidden_entries(model, tmp_path, lengths, options):
@@ -215,6 +217,7 @@ def test_a_row_that_has_ended_keeps_its_entries(model, tmp_path):
     assert min(map(len, rolled)) == WINDOW and max(map(len, rolled)) == 72
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["", " + every:interval=3"])
 def test_a_saved_context_goes_on_as_the_original(tmp_path, options):
     model, tokenizer = new_model(), word_tokenizer()

@@ -155,6 +155,8 @@ BY_HAND: dict[str, Callable[[Head], list[int]]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("lengths", [(64,), (17,)], ids=["long", "short"])
 @pytest.mark.parametrize("spec", BY_HAND)
@@ -169,6 +171,8 @@ def test_rounds_of_the_whole_text_by_hand(spec, lengths, interval):
     assert_each_round(f"{every(spec, interval)},phase=absolute", where_due, lengths, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
 @pytest.mark.parametrize("spec", BY_HAND)
@@ -183,6 +187,8 @@ TEN = [KNORM, SNAPKV, "keydiff", H2O, "adakv:window=8", "chunkkv:window=8", "rkv
 TEN += ["snapkv_decode", TRIATTENTION, "expected_attention"]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize("name", OF_SIX)
 @pytest.mark.parametrize("spec", TEN)
@@ -191,6 +197,8 @@ def test_steps_attend_to_what_is_stored(spec, name, lengths):
     assert off <= 1e-6 and effect > (1.0 if name == "llama" else 0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("lengths", [ALONE, PADDED, (15,)], ids=["alone", "padded", "short"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", ["h2o", "roco", "d2o", "streaming_llm"])
@@ -227,6 +235,8 @@ def in_rounds() -> list[str]:
     return [shorter.get(name, name) for name in found if name != "sizes"]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", in_rounds())
 def test_looking_at_a_cache_changes_no_round(name):
     """Columns of evicted entries are cleared when someone asks for them: scores always do."""
@@ -241,6 +251,7 @@ def test_looking_at_a_cache_changes_no_round(name):
 # --- nothing but rounds changes anything ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @EACH
 def test_an_interval_beyond_the_answer_is_append(model, spec):
     readers = [start(model, one, PADDED) for one in (every(spec, 9), spec)]
@@ -250,6 +261,7 @@ def test_an_interval_beyond_the_answer_is_append(model, spec):
     assert max(kept(readers[0].cache)) < max(kept(readers[1].cache)) + 1
 
 
+@pytest.mark.slow
 @EACH
 def test_a_budget_of_prompt_and_answer_evicts_nothing(model, spec):
     readers = [start(model, one, PADDED, budget=76) for one in (every(spec), spec)]
@@ -264,6 +276,8 @@ def test_a_ratio_of_1_never_evicts(model):
     assert kept(reader.cache) == [73]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @EACH
 @pytest.mark.parametrize("interval", [3, 10])
 def test_each_row_is_the_row_alone(model, spec, interval):
@@ -295,6 +309,8 @@ def test_each_row_is_the_row_alone(model, spec, interval):
                 assert [[at - padding for at in head] for head in layer[row]] == expected[0]
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @EACH
 def test_pieces_of_a_prompt_change_nothing(model, spec):
     ids, mask = prompts(PADDED)
@@ -347,6 +363,7 @@ def test_heads_share_their_layer_again_in_each_round(lengths):
     assert any(len(set(of_head)) > 1 for of_head in sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize("spec", [KNORM, SNAPKV, H2O, "streaming_llm:decode=append"])
 def test_a_prompt_beside_the_size_is_kept(model, spec, lengths):
@@ -402,6 +419,7 @@ def test_tokens_read_while_frozen_go_at_the_next_step_that_is_due(model):
     assert sizes == [SMALL, SMALL + 1, SMALL + 2, SMALL, SMALL + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [one for one in TEN if one != H2O] + ["triattention:centre=running"]
 )
@@ -433,6 +451,8 @@ def test_summed_attention_is_not_taken_back(model, name):
         reader.cache.crop(-3)
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["counted", "kept"])
 @pytest.mark.parametrize("spec", [KNORM, "keydiff", "streaming_llm:decode=append"])
 @pytest.mark.parametrize(
@@ -457,6 +477,8 @@ def test_after_a_crop_tokens_are_counted_as_if_the_cropped_ones_had_never_come(
         assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @BATCHES
 @EACH
 def test_in_mid_answer_copies_and_forks_go_on_bit_for_bit(model, spec, lengths):
@@ -505,6 +527,8 @@ def test_rows_take_their_queries_and_sizes_along(model, spec, interval):
     assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("generated", [0, 4, 17])
 @pytest.mark.parametrize("interval", [1, 3, 20])
 @pytest.mark.parametrize(
@@ -539,6 +563,8 @@ def test_a_saved_answer_goes_on_as_it_would_have(spec, interval, generated, tmp_
 # --- bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [SNAPKV, H2O, "adakv:window=8"])
 def test_bytes_stay_flat_over_a_long_answer(spec):
     model = build("llama", max_position_embeddings=2048)

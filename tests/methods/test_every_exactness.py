@@ -239,6 +239,8 @@ def with_norms_that_differ(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @BATCHES
 @pytest.mark.parametrize("name", OF_SIX)
 @pytest.mark.parametrize("spec", RULES)

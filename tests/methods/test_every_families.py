@@ -63,6 +63,8 @@ def entries(cache: kvfold.CompressedCache) -> set[float]:
     return {sum(row) / len(row) for layer in cache.stats().kept for row in layer}
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("tokens", "sizes"),
     [
@@ -80,6 +82,8 @@ def test_golden_sizes(spec, family, tokens, sizes):
     assert found == [{size} for size in sizes]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @EACH
 def test_an_interval_beyond_the_answer_is_append_bit_for_bit(spec, family):
     specs = every(spec, 9), APPENDING.get(spec, spec)
@@ -88,6 +92,7 @@ def test_an_interval_beyond_the_answer_is_append_bit_for_bit(spec, family):
     assert positions(readers[0].cache) == positions(readers[1].cache)
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("family", OF_SIX)
 def test_a_round_after_every_token_is_holding_bit_for_bit(family, lengths):
@@ -98,6 +103,8 @@ def test_a_round_after_every_token_is_holding_bit_for_bit(family, lengths):
     assert positions(in_rounds.cache) == positions(held.cache)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @EACH
 def test_each_row_is_the_row_alone(spec, family):
     """The second row ends after 4 generated tokens."""
@@ -123,6 +130,8 @@ def test_each_row_is_the_row_alone(spec, family):
             assert [[at - padding for at in head] for head in layer[row]] == expected[0]
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @EACH
 def test_pieces_of_a_prompt_change_nothing(spec, family):
     ids, mask = prompts(PADDED)
@@ -134,6 +143,7 @@ def test_pieces_of_a_prompt_change_nothing(spec, family):
     assert torch.equal(*outs) and positions(caches[0]) == positions(caches[1])
 
 
+@pytest.mark.slow
 @EACH
 def test_in_mid_answer_copies_and_forks_go_on_bit_for_bit(spec, family):
     reader = start(model_of(family), every(spec), PADDED)
@@ -151,6 +161,7 @@ def test_in_mid_answer_copies_and_forks_go_on_bit_for_bit(spec, family):
     assert positions(reader.cache) == positions(twin.cache)
 
 
+@pytest.mark.slow
 @EACH
 def test_a_crop_to_the_last_round_goes_on_as_if_nothing_had_come(spec, family):
     """Sliding windows, recurrent layers and sums cannot take single tokens back, and say so."""
@@ -176,6 +187,8 @@ def wordy_model(family: str) -> Any:
     return new_model(family, torch.float64)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @EACH
 def test_a_saved_answer_goes_on_as_its_row_in_a_ragged_batch(spec, family, tmp_path):
     """A file holds one text: three of different lengths are saved and loaded in mid-answer."""

@@ -58,6 +58,7 @@ from tests.helpers.caches import (
     same,
     start,
 )
+from tests.helpers.cases import EACH
 from tests.helpers.exactness import (
     against_truth,
     assert_as_stock,
@@ -111,6 +112,7 @@ EVERY = pytest.mark.parametrize("spec", METHODS)
 COMPRESSES = pytest.mark.parametrize("spec", COMPRESSING)
 
 
+@pytest.mark.slow
 @BATCHES
 @EVERY
 def test_chunks_equal_one_shot(model, spec, lengths):
@@ -124,6 +126,7 @@ def test_chunks_equal_one_shot(model, spec, lengths):
         assert positions(cache) == positions(whole)
 
 
+@pytest.mark.slow
 @COMPRESSES
 def test_reading_without_a_length_equals_one_shot(model, spec):
     ids, mask = prompts(PADDED)
@@ -138,6 +141,7 @@ def test_reading_without_a_length_equals_one_shot(model, spec):
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @COMPRESSES
 def test_generate_of_transformers_equals_ours(model, spec):
     ids, mask = prompts(PADDED)
@@ -148,6 +152,7 @@ def test_generate_of_transformers_equals_ours(model, spec):
     assert positions(ours) == positions(theirs)
 
 
+@pytest.mark.slow
 @EVERY
 def test_a_padded_row_is_its_prompt_alone(model, spec):
     ids, mask = prompts(PADDED)
@@ -162,6 +167,7 @@ def test_a_padded_row_is_its_prompt_alone(model, spec):
             assert [[at - padding for at in head] for head in layer[row]] == expected[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "argument", "rows"),
     [
@@ -195,6 +201,7 @@ def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows)
     assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.slow
 @EVERY
 def test_two_caches_on_one_model_never_meet(model, spec):
     other = "random" if spec != "random" else "knorm"
@@ -206,6 +213,7 @@ def test_two_caches_on_one_model_never_meet(model, spec):
             assert torch.equal(reader(ids[step]), expected[step])
 
 
+@pytest.mark.slow
 @EVERY
 def test_the_order_of_samples_changes_nothing(model, spec):
     samples = [prompts((length,), seed)[0] for seed, length in enumerate((64, 41))]
@@ -248,6 +256,7 @@ def test_a_saved_cache_holds_what_it_held(model, spec, lengths):
     assert loaded.stats() == reader.cache.stats()
 
 
+@pytest.mark.slow
 @COMPRESSES
 def test_later_turns_are_compressed_again(model, spec):
     cache = compressed(model, spec, 0.3)
@@ -267,6 +276,7 @@ def test_later_turns_are_compressed_again(model, spec):
             assert all(total >= expected + generated for total in per_head)
 
 
+@pytest.mark.slow
 @COMPRESSES
 def test_chunks_of_a_later_turn_equal_one_shot(model, spec):
     caches = compressed(model, spec, 0.3), compressed(model, spec, 0.3)
@@ -279,6 +289,7 @@ def test_chunks_of_a_later_turn_equal_one_shot(model, spec):
     assert positions(caches[0]) == positions(caches[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("spec", [spec for spec in METHODS if not encodes(spec)])
 def test_padding_between_turns_is_not_seen_either(model, spec, chunk):
@@ -445,6 +456,7 @@ def test_protected_spans_survive(model, spec, lengths):
     assert not all(set(range(20)) <= set(head) for head in positions(reader.cache)[0][0])
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("budget", [1.0, 1000])
 @pytest.mark.parametrize("spec", SPARING)
@@ -452,6 +464,7 @@ def test_with_budget_to_spare_every_method_is_the_stock_cache(spec, budget, leng
     assert_as_stock("llama", spec, budget, lengths, torch.float32)
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", SPARING)
 def test_with_budget_to_spare_greedy_tokens_are_stock(spec, lengths):
@@ -464,6 +477,8 @@ def test_with_budget_to_spare_greedy_tokens_are_stock(spec, lengths):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.cases(EACH)
 @BATCHES
 @pytest.mark.parametrize("spec", APPENDING)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -474,6 +489,8 @@ def test_after_eviction_appending_methods_are_masked_dense(name, spec, lengths):
     assert effect > 1.0
 
 
+@pytest.mark.slow
+@pytest.mark.cases(EACH)
 @BATCHES
 @pytest.mark.parametrize("spec", [spec for spec in HOLDING if not moves(spec) and not merges(spec)])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -43,6 +43,7 @@ def holding(choose: Callable[[Head, int], list[int]], budget: int) -> Callable[[
     return change
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_methods_that_evict_while_decoding(spec, choose, budget, heads, lengths)
     assert_steps(spec, budget, heads, lengths, holding(choose, budget))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(17,), (SMALL, 18)])
 @pytest.mark.parametrize("spec", ["h2o", "streaming_llm_original", "d2o", "cam:deterministic=true"])
 def test_texts_that_fit_and_grow_past_the_budget(spec, lengths):

@@ -60,6 +60,7 @@ def test_expected_attention(left, epsilon, expected):
     torch.testing.assert_close(scores, torch.tensor(expected), atol=2e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_logit_is_that_of_the_mean_weight_of_gaussian_queries():
     seen = dataclasses.replace(with_moments(), scale=0.8)
     future = seen.future_query_moments(4)
@@ -129,11 +130,13 @@ def keeping(share: bool, **options: Any) -> Callable[[list[Layer]], list[list[li
     return keep
 
 
+@pytest.mark.slow
 @SHAPES
 def test_expected_attention_by_hand(heads, lengths):
     assert_prefill("expected_attention:future=5", SMALL, heads, lengths, keeping(False, future=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
@@ -147,6 +150,7 @@ def test_options_by_hand(options, changed):
     assert_prefill(f"expected_attention:future=5,{options}", SMALL, 2, (64, 53), keep)
 
 
+@pytest.mark.slow
 @SHAPES
 def test_a_budget_for_each_head_by_hand(heads, lengths):
     keep = keeping(True, future=5, epsilon=0.02)
@@ -160,6 +164,7 @@ def kept_by(model: Any, spec: str) -> Any:
     return positions(start(model, spec, PADDED).cache)
 
 
+@pytest.mark.slow
 def test_the_preset_is_the_composition_with_adakv(model):
     preset, composed, plain = (
         kept_by(model, spec)
@@ -172,12 +177,14 @@ def test_the_preset_is_the_composition_with_adakv(model):
     assert preset == composed != plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "without"), [("gpt2", (0, 1, 2, 3)), ("smollm3", (3,))])
 def test_layers_without_rope_expect_the_queries_that_were(family, without):
     near, far = (kept_by(build(family), f"expected_attention:future={n}") for n in (1, 512))
     assert [layer for layer in range(4) if near[layer] == far[layer]] == list(without)
 
 
+@pytest.mark.slow
 def test_a_loaded_context_goes_on_by_the_same_moments(tmp_path: Path) -> None:
     tokenizer, model = word_tokenizer(), build("llama", vocab_size=len(word_tokenizer()))
     spec = "expected_attention + every:interval=3"

@@ -42,6 +42,7 @@ def test_spans_keep_their_shares(spec, lengths) -> None:
     assert any(not is_fair and found[0] == 0 for is_fair, found, _ in seen) or spec == "random"
 
 
+@pytest.mark.slow
 def test_inside_a_span_the_score_decides() -> None:
     model = build("llama")
     every = start(model, "keydiff + fair:spans=0/32").cache
@@ -55,6 +56,7 @@ def test_inside_a_span_the_score_decides() -> None:
             assert [place for place in kept.tolist() if place < 32] == sorted(best)
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "snapkv:window=8 + adakv"])
 def test_answers_are_those_of_the_kept_tokens(spec, lengths) -> None:
@@ -64,6 +66,7 @@ def test_answers_are_those_of_the_kept_tokens(spec, lengths) -> None:
     assert off <= 1e-6 and effect > 1e-3
 
 
+@pytest.mark.slow
 def test_a_row_keeps_what_it_keeps_alone() -> None:
     model, spec = build("llama"), f"snapkv:window=8 + {FAIR}"
     batch, (ids, _) = start(model, spec, PADDED).cache, prompts(PADDED)

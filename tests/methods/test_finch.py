@@ -67,6 +67,7 @@ def by_rows(head: Head, weight: str = "visible") -> list[float]:
             for i in range(rows.shape[1])]  # fmt: skip
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("weight", ["visible", "before"])
 def test_finch_keeps_what_weighted_rows_choose(heads, lengths, weight) -> None:
@@ -76,6 +77,7 @@ def test_finch_keeps_what_weighted_rows_choose(heads, lengths, weight) -> None:
     assert_prefill(f"finch:{PLAIN},weight={weight}", SMALL, heads, lengths, per_head(choose))
 
 
+@pytest.mark.slow
 @SHAPES
 def test_with_chunks_each_keeps_the_same_part(heads, lengths) -> None:
     def choose(head: Head) -> list[int]:

@@ -62,6 +62,7 @@ def test_kvzip_spends_its_budget_over_all_layers_and_heads(options, missing):
         assert counts.unique().numel() > 4
 
 
+@pytest.mark.slow
 def test_kvzip_floor_leaves_no_head_empty():
     small, tokenizer = kvfold.bundled_model()
     text = "the garden of the old house was quiet and nobody came " * 5
@@ -75,6 +76,7 @@ def test_kvzip_floor_leaves_no_head_empty():
     assert not torch.equal(counts["floor=0.25"], counts["floor=0.25,score=rms"])
 
 
+@pytest.mark.slow
 def test_kvzip_strict_spends_what_the_released_threshold_leaves():
     """Which is int(r·N) − 1 of all N pairs, and not r of each head's, rounded down."""
     small, tokenizer = kvfold.bundled_model()
@@ -116,6 +118,7 @@ def test_kvzip_keeps_an_opening_whose_last_token_merges_with_the_document(spec):
             assert {*range(protected)} <= {*head.tolist()}
 
 
+@pytest.mark.slow
 def test_kvzip_may_put_the_released_instruction_before_the_document():
     small, tokenizer = kvfold.bundled_model()
     text = "the garden of the old house was quiet and nobody came " * 5
@@ -132,6 +135,7 @@ def test_kvzip_may_put_the_released_instruction_before_the_document():
         kvfold.generate(small, token_ids(tokenizer, opening, text), cache=cache, max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_kvzip_head_scores_that_do_not_fit_are_refused(tmp_path):
     small, tokenizer = kvfold.bundled_model()
 
@@ -158,6 +162,7 @@ def test_kvzip_head_scores_that_do_not_fit_are_refused(tmp_path):
         parse("kvzip:head_scores=a.pt")
 
 
+@pytest.mark.slow
 def test_a_context_made_with_head_scores_is_loaded_without_their_file(tmp_path):
     small, tokenizer = kvfold.bundled_model()
     scores = tmp_path / "heads.pt"
@@ -239,6 +244,7 @@ def some_ids(count: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(40, len(tokenizer()), (count,), generator=generator).tolist())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @HEADS
 @pytest.mark.parametrize(
@@ -249,6 +255,7 @@ def test_kvzip_keeps_what_repeating_the_text_looks_at(options, heads):
     check_kept(options, heads)
 
 
+@pytest.mark.slow
 def test_kvzip_plus_keeps_what_outweighs_the_rest_after_the_projection():
     assert parse("kvzip_plus") == parse("kvzip:normalize=true")
     plain, plus = (check_kept(options, 2, chunked) for options, chunked in SINGLE)
@@ -294,6 +301,7 @@ def check_kept(options: str, heads: int, prefill_chunk: int = 100) -> list[list[
     return kept_in_rows
 
 
+@pytest.mark.slow
 @HEADS
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suffix, tmp_path):
@@ -330,6 +338,7 @@ def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suff
     assert_holds(cache, expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("padded", "encoding"), [(False, "utf-8"), (True, "utf-8-sig")])
 def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded, encoding):
@@ -364,6 +373,7 @@ def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded, enco
             assert torch.allclose(mine[:, opening:], expected[:, opening:], atol=1e-5), layer
 
 
+@pytest.mark.slow
 def test_match_is_fitted_to_given_questions(tmp_path):
     small, tokenizer = kvfold.bundled_model()
     file = tmp_path / "questions.txt"

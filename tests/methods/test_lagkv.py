@@ -97,6 +97,8 @@ def competing(head: Head, budget: int, sinks: int, lag: int) -> list[int]:
     return kept + [sinks + i for i in best(flat, budget - len(kept))]
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("preset", ["lagkv", "lagkv_kvpress", "lagkv_official"])
 def test_blocks_keep_their_best(preset, heads, lengths):

@@ -28,6 +28,8 @@ def model() -> Any:
     return build("llama")
 
 
+@pytest.mark.cases(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [SNAPKV, "knorm:skip_layers=none", "h2o"])
 @pytest.mark.parametrize("budgets", LISTS, ids=["ratios", "tokens", "texts"])
 @pytest.mark.parametrize("lengths", [ALONE, PADDED, (9,)], ids=["alone", "padded", "short"])

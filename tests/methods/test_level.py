@@ -29,6 +29,7 @@ def one_row(cache, row: int) -> list[list[int]]:
     return [layer[row][head] for layer in positions(cache) for head in range(len(layer[row]))]
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", UNEVEN)
 def test_the_union_and_the_votes_are_counted(spec, lengths) -> None:
@@ -63,6 +64,8 @@ def test_policies_keep_the_same_set(spec, rule) -> None:
     assert [head.tolist() for layer in own.indices for head in layer] == heads
 
 
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

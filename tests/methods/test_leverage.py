@@ -19,6 +19,7 @@ def leverage(head: Head) -> list[float]:
     return [float(row @ inverse @ row) for row in rows]
 
 
+@pytest.mark.slow
 @SHAPES
 def test_keys_that_others_span_least_stay(heads, lengths):
     keep = per_head(lambda head: best(leverage(head), SMALL))

@@ -75,6 +75,8 @@ def test_repeated_references_are_those_of_the_reconstruction(chunk, layer, monke
     torch.testing.assert_close(reference_outputs(found[layer][0]), repeated, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["kvzip", "kvzip:score=rms", "kvzip_plus", "kvzip:chunk=40"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
 def test_attention_to_the_text_is_noted_while_it_is_repeated(spec, name, monkeypatch):
@@ -100,6 +102,7 @@ def test_attention_to_the_text_is_noted_while_it_is_repeated(spec, name, monkeyp
             assert bool(real.all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["entry", "head"])
 def test_what_was_noted_fits_as_what_is_computed(bias, monkeypatch):
     model, tokenizer = build("llama", torch.float64, vocab_size=12), word_tokenizer()
@@ -163,6 +166,7 @@ def test_the_same_entries_are_kept_with_other_values_and_a_bias(spec, lengths):
     assert "refitted: error of held-out outputs" in str(made.stats())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["kvzip_plus", "kvzip:score=rms,floor=0.25", "zap"])
 def test_a_pool_of_all_heads_is_refitted(spec, tmp_path):
     """The same entries stay, and the report's error is lower in all layers together."""
@@ -243,6 +247,7 @@ def test_a_short_row_is_fitted_to_its_own_share_of_references(spec):
         torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8 + match"])
 def test_a_later_turn_is_fitted_on_top(spec):
     reader = start(build("llama", torch.float64), spec)
@@ -347,6 +352,7 @@ def test_encoded_entries_keep_their_bias():
     assert bool(reader(continuation(1, 30)).isfinite().all())
 
 
+@pytest.mark.slow
 def test_a_refitted_cache_is_closer_to_the_full_one():
     model, tokenizer = kvfold.bundled_model()
     text = "Once upon a time there was a little girl who lived in an old house. " * 12

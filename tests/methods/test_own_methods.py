@@ -176,6 +176,7 @@ def test_commands_take_methods_by_a_modules_name_from_where_they_are_run(vatp, m
     assert listed.exit_code == 0 and "arXiv 2406.12335" in listed.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["run", "compress", "ask", "eval", "inspect", "methods", "bench", "serve"]
 )

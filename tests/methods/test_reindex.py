@@ -41,6 +41,7 @@ def turns(spec: str, lengths: tuple[int, ...], move=kept_moved_up) -> tuple[floa
     return off, float(cache.states[0].observers.moves.moves.max())
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", EVICTING)
 def test_kept_keys_stand_right_before_the_next_token(spec, lengths) -> None:
@@ -81,6 +82,7 @@ def test_keys_are_those_of_a_text_of_the_kept_tokens_alone() -> None:
         torch.testing.assert_close(state.stored().keys[0, head], expected, atol=CLOSE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "snapkv:window=8 + adakv"])
 def test_rounds_of_an_answer_move_keys_again(spec) -> None:
     ids = prompts(ALONE)[0]
@@ -155,6 +157,7 @@ def test_it_evicts_nothing_itself() -> None:
         parse("reindex").stages()
 
 
+@pytest.mark.slow
 def test_frequencies_that_change_with_the_length_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = build("llama", rope_parameters=rope)

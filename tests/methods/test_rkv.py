@@ -97,6 +97,8 @@ def test_prompts_by_hand(name, lam, spare_first, heads, lengths):
     assert_prefill(name, SMALL, heads, lengths, keep)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @NAMES
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])

@@ -38,6 +38,7 @@ def fewest(head: Head) -> list[int]:
     return best(others, SMALL - RECENT) + newest(head, RECENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
 def test_rounds_by_hand(lengths, interval):
@@ -60,6 +61,8 @@ def most_attended(decay: float) -> Rule:
     return keep
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])

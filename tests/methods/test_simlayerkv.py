@@ -33,6 +33,7 @@ from tests.helpers.observations import observe
 from tests.helpers.padded_prefill import LENGTHS, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

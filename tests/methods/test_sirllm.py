@@ -95,6 +95,8 @@ class Turns:
         return list(range(SINKS)) + sure + others[len(others) - newest :]
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("later", [9, 14], ids=["fits", "competes"])
 def test_turns_by_hand(heads, lengths, later) -> None:
@@ -118,6 +120,7 @@ def test_turns_by_hand(heads, lengths, later) -> None:
         assert_holds(reader.cache, [turns.one for turns in expected])
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("chunk", [7, 20])
 def test_a_prompt_in_pieces_is_the_whole_prompt(heads, lengths, chunk) -> None:
@@ -181,6 +184,7 @@ def turns_of(reader: Reader) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_copy_and_a_file_go_on_alike(tmp_path: Path, steps: int) -> None:
     model, tokenizer = new_model(), word_tokenizer()

@@ -88,6 +88,7 @@ def test_the_budget_is_met_exactly_with_padding_and_a_window(model, tmp_path, bu
         assert min(n for layer in cache.stats().kept for n in layer[row]) >= 8
 
 
+@pytest.mark.slow
 def test_alone_the_last_queries_vote(model, tmp_path) -> None:
     sizes = written(tmp_path, OF_LAYERS)
     whole = start(model, f"{SNAPKV} + {sizes}")

@@ -28,6 +28,7 @@ from tests.helpers.observations import observed
 from tests.helpers.rounds import assert_each_round, per_full_head
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -19,6 +19,8 @@ from tests.helpers.models import prompts
 from tests.helpers.truth import Reader, sinks_moved_up
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reindex", "original"])
 @pytest.mark.parametrize("read", [2, 10, 30])
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
@@ -32,6 +34,7 @@ def test_more_sinks_than_a_ratio_keep_everything(model, kind, read, ratio):
         torch.testing.assert_close(torch.cat(read_by_steps, 1), model(ids).logits)
 
 
+@pytest.mark.slow
 @BATCHES
 def test_streaming_llm_is_dense_with_its_sinks_rotated(lengths):
     # The model's rotation is in float32.

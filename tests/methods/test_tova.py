@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.helpers.budgets import SMALL
@@ -14,6 +15,7 @@ from tests.helpers.by_hand import (
 )
 
 
+@pytest.mark.slow
 @SHAPES
 def test_tova_drops_what_the_newest_query_attends_to_least(heads, lengths):
     def change(one: ByHand) -> None:

@@ -184,6 +184,8 @@ def rounds(prompt: str, normalize: bool, group: str, scope: str = "head"):
     return round_of
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
@@ -291,6 +293,7 @@ def test_one_set_for_the_model_is_of_one_size():
     assert not kvfold.parse("triattention:scope=model").by_head
 
 
+@pytest.mark.slow
 def test_one_set_for_the_model_divides_a_budget_in_bytes_evenly():
     spec = "triattention_official:prompt=counted + every:interval=4"
     reader = start(build("llama"), spec, (64,), budget="20KB")

@@ -39,6 +39,8 @@ def copied(reader: Reader) -> Any:
     return stock
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "spec", [TURBO, f"{TURBO},keys=8,values=2", f"{TURBO},keys=3,end_layers=0"]
 )
@@ -92,6 +94,7 @@ def encoded_of(reader: Reader) -> list[tuple[RotatedKeys, TokenValues]]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [TURBO, f"snapkv:window=8 + {TURBO}", f"adakv:window=8 + {TURBO}"])
 def test_a_drop_moves_decoded_keys_and_touches_no_others(spec):
     reader = start(model_of(), spec, budget=40)
@@ -160,6 +163,7 @@ def test_rounds_keep_what_they_keep_without_it_where_entries_are_alike(spec, len
         assert len(set(one) & set(other)) >= 0.6 * len(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "knorm"])
 def test_a_row_that_ended_is_not_encoded_in_the_others_rounds(spec):
     """The second row ends after 4 of 8 generated tokens, and all rows have another turn."""
@@ -258,6 +262,7 @@ def test_keys_beyond_float16_are_refused():
         start(model, TURBO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [TURBO, f"snapkv:window=8 + {TURBO}"])
 def test_texts_shorter_than_sinks_and_recent_entries_stay_raw(spec):
     model = model_of()
@@ -287,6 +292,7 @@ def test_copies_share_nothing():
         assert torch.equal(keys.rows, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "gpt_oss", "gemma3"])
 @pytest.mark.parametrize("spec", [TURBO, f"{TURBO},keys=8,values=3,end_layers=0"])
 def test_families_attend_to_the_decoded_entries(name, spec):

@@ -81,6 +81,8 @@ def test_answers_of_a_model_with_large_biases_are_as_near_as_without(spec, budge
     assert 0 < found[1] < 2 * found[0] + 0.01
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize(
     "spec",
@@ -187,6 +189,7 @@ def test_forks_and_reordered_rows_keep_the_means():
         torch.testing.assert_close(chosen(step), all_rows[[2, 0]], atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amount", [9_000, 14_000, 40_000])
 def test_a_budget_in_bytes_holds_the_means_too(amount):
     for model in (tiny(), biased()):

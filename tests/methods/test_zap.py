@@ -53,6 +53,7 @@ def columns(cache: CompressedCache) -> list[list[list[list[int]]]]:
 # --- kept sets ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(64,), PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("chunk", [None, 16])
@@ -140,6 +141,8 @@ def size_heads(one: ByHand, scores: list[list[Tensor]], pool: bool) -> None:
         one.sizes = [int(part.sum()) for part in chosen.split([len(score) for score in each])]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("level", ["pair", "uniform"])
 @pytest.mark.parametrize("heads", QUERY_HEADS)
 @pytest.mark.parametrize("lengths", [(64, 53, 24), (17,)], ids=["padded", "short"])
@@ -186,6 +189,7 @@ def test_a_pool_in_rounds_keeps_its_size(tmp_path, budget):
         assert reader.cache.stats().kept == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [9, 64])
 def test_a_pool_in_rounds_goes_on_from_copies_and_files(tmp_path, length):
     model, tokenizer = new_model(), word_tokenizer()
@@ -285,6 +289,7 @@ def test_the_bundled_scorer_is_of_no_other_model():
         CompressedCache(build("llama"), "zap", 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "reason"),
     [

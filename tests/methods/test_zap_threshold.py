@@ -37,6 +37,7 @@ def stay(scores: Any, mask: Any, threshold: float = THRESHOLD) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(64,), PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("chunk", [None, 16])
@@ -52,6 +53,7 @@ def test_a_prompt_keeps_what_a_float64_reference_keeps(tmp_path, group, lengths,
     assert columns(cache) == expected
 
 
+@pytest.mark.slow
 def test_a_token_is_judged_as_it_leaves_the_window(tmp_path):
     model = model_of(3)
     ids, _ = prompts((40,))
@@ -67,6 +69,7 @@ def test_a_token_is_judged_as_it_leaves_the_window(tmp_path):
         assert columns(reader.cache)[0][0] == stay(scores, whole)[0][0]
 
 
+@pytest.mark.slow
 def test_later_tokens_are_judged_after_each_interval(tmp_path):
     model = model_of(3)
     ids, _ = prompts((40,))
@@ -80,6 +83,7 @@ def test_later_tokens_are_judged_after_each_interval(tmp_path):
     assert counts[3] < counts[2] + 2 and counts[7] < counts[6] + 2
 
 
+@pytest.mark.slow
 def test_thresholds_at_the_ends_keep_all_or_the_window(tmp_path):
     model = model_of(1)
     ids, _ = prompts((40,))

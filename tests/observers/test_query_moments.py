@@ -117,6 +117,8 @@ def read_in_pieces(reader: Reader, ids: Tensor, ends: tuple[int, ...] = (3, 24, 
     reader.started = True
 
 
+@pytest.mark.cases(4)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", "gpt2", "qwen3", "olmo2", "smollm3", "glm4", "granite"]
@@ -165,6 +167,7 @@ def test_moments_of_the_prompt_stay_while_an_answer_is_evicted():
     assert twin.states[0].observers[QueryMomentsNeed].nbytes() == 3 * 4 * (1 + 8 * 8 + 8 * 8 * 8)
 
 
+@pytest.mark.slow
 def test_moments_are_let_go_when_nothing_else_reads_them():
     reader, ids = reader_of(build("llama"), watching()[0], PADDED)
     reader(ids)
@@ -250,6 +253,7 @@ def test_frequencies_that_change_with_the_length_are_refused():
         CompressedCache(build("llama", rope_parameters=rope), watching()[0], BUDGET)
 
 
+@pytest.mark.slow
 def test_other_rotary_positions_are_refused():
     model = build("llama")
     reader, ids = reader_of(model, watching()[0], ALONE)

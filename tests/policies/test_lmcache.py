@@ -134,6 +134,7 @@ def test_keys_stay_where_the_model_rotates_nothing() -> None:
     assert torch.equal(kv, as_lmcache(whole)[Kind.KV][:, :, slots])
 
 
+@pytest.mark.slow
 @OF_MIXED
 @pytest.mark.parametrize("method", ["keydiff", "expected_attention"])
 def test_keys_turn_by_the_rope_of_their_layer(method: str, family: str) -> None:

@@ -117,6 +117,7 @@ def listed(kept: Kept) -> list[list[list[int]]]:
     return [[head.tolist() for head in layer] for layer in kept.indices]
 
 
+@pytest.mark.cases(16)
 @LENGTHS
 @GROUPS
 @pytest.mark.parametrize("spec", [*SPECS, *COMPOSED])
@@ -139,6 +140,7 @@ def test_at_least_fifteen_methods_are_compared() -> None:
     assert len({kvfold.parse(spec).name for spec in SPECS}) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", FITTED, ids=lambda spec: spec.split(":")[0])
 def test_a_fitted_policy_keeps_what_the_cache_keeps(spec: str) -> None:
     model, _ = kvfold.bundled_model()
@@ -148,6 +150,7 @@ def test_a_fitted_policy_keeps_what_the_cache_keeps(spec: str) -> None:
     assert listed(kept) == in_cache(model, ids, spec, budget_of(spec))
 
 
+@pytest.mark.slow
 @OF_MIXED
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if policy(spec).needs.rope])
 def test_layers_have_a_rope_of_their_own_or_none(spec: str, family: str) -> None:
@@ -159,6 +162,7 @@ def test_layers_have_a_rope_of_their_own_or_none(spec: str, family: str) -> None
     assert listed(made.keep(alike, budget_of(spec))) != there
 
 
+@pytest.mark.slow
 @OF_MIXED
 def test_a_scorers_file_is_compared_with_the_rope_of_each_layer(
     family: str, tmp_path: Path

@@ -36,6 +36,8 @@ def inside(dtype: torch.dtype) -> torch.autocast:
     return torch.autocast("cpu", dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @DTYPES
 @pytest.mark.parametrize("of_model", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -56,6 +58,8 @@ def answered(spec: str, model: torch.nn.Module) -> tuple[list[Tensor], Compresse
     return [model(new, past_key_values=cache).logits for new in tokens if new.numel()], cache
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec", [*NAMED, *COMPOSED])
 def test_no_method_computes_in_16_bits(spec):
     if kvfold.parse(spec).stages().needs.get(ContextReconstruction) is not None:
@@ -68,6 +72,8 @@ def test_no_method_computes_in_16_bits(spec):
     assert positions(cache) == positions(outside)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @DTYPES
 @pytest.mark.parametrize("of_model", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [*NAMED, *COMPOSED])
@@ -85,6 +91,8 @@ def test_every_method_answers(spec, of_model, dtype):
     assert stored == {torch.bfloat16 if dtype == of_model else torch.float32}
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @BATCHES
 @pytest.mark.parametrize("spec", [spec for spec in EVICTING if not moves(spec)])
 def test_evicting_is_near_masked_dense(spec, lengths):
@@ -93,6 +101,8 @@ def test_evicting_is_near_masked_dense(spec, lengths):
     assert off <= 0.2 < 1.0 < effect
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", WITH_TEXT)
 def test_contexts_are_compressed_saved_and_edited(spec, tmp_path):
     model, tokenizer = kvfold.bundled_model()
@@ -115,6 +125,8 @@ def test_contexts_are_compressed_saved_and_edited(spec, tmp_path):
         assert used() == expected
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @DTYPES
 @pytest.mark.parametrize("spec", [*WITH_TEXT, "turboquant", "kivi", "minicache", "sirllm"])
 def test_contexts_of_a_cast_model(spec, dtype, tmp_path):
@@ -180,6 +192,7 @@ def test_a_function_of_full_precision_leaves_autocast():
         assert (ones @ ones).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_adapters_of_16_bits_are_told_apart():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)

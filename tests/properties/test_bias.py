@@ -81,6 +81,8 @@ def off(reader: Reader, truth: MaskedDense, seed: int = 2, every_step: bool = Fa
     return max(found)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @BATCHES
 @STORES
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -94,6 +96,8 @@ def test_biases_are_an_additive_mask_in_every_family(name, spec, lengths):
     assert off(reader, truth, seed=5) <= (1e-4 if name in FLOAT32_ONLY else 1e-6)
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @BATCHES
 @STORES
 @pytest.mark.parametrize("groups", GROUPS)
@@ -102,6 +106,8 @@ def test_biases_are_an_additive_mask_for_all_groups(groups, spec, lengths):
     assert off(reader, truth) <= 1e-6
 
 
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", ["tova", "h2o", "roco", "snapkv:window=8 + every:interval=4"])
 def test_biased_entries_are_evicted_whole_while_decoding(spec, lengths):
@@ -143,6 +149,7 @@ def test_biases_stay_when_tokens_are_taken_back(spec, lengths):
     assert off(reader, truth) <= 1e-6
 
 
+@pytest.mark.slow
 @BATCHES
 @STORES
 def test_forks_read_biased_entries(spec, lengths):
@@ -202,6 +209,7 @@ def test_an_edit_takes_biases_along(spec):
                 assert torch.equal(found, bias[row, head][came_from])
 
 
+@pytest.mark.slow
 @STORES
 def test_tokens_in_place_of_others_have_no_bias(spec):
     reader, _, biases = biased(build("llama", torch.float64), spec)
@@ -243,6 +251,7 @@ def check_compiled(model: Any, spec: str, lengths: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", [DENSE, RAGGED, "tova", f"{DENSE} + kivi:group=8,residual=8"])
@@ -250,6 +259,7 @@ def test_compiled_decoding_adds_biases(spec, lengths):
     check_compiled(build("llama", num_hidden_layers=2), spec, lengths)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @STORES
 @pytest.mark.parametrize("groups", GROUPS)
@@ -257,6 +267,7 @@ def test_compiled_decoding_adds_biases_for_all_groups(groups, spec):
     check_compiled(grouped("llama", groups, num_hidden_layers=2), spec, PADDED)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @STORES
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3", "olmo2"])

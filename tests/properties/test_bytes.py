@@ -82,6 +82,8 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("spec", "dtype", "limit"), CASES)
 def test_bytes_are_real_and_within_the_limit(spec, dtype, limit):
     cache, stats = filled(spec, dtype)
@@ -115,6 +117,8 @@ def packed(entries: int, bits: int, width: int) -> int:
     return numbers * bits // 8 + numbers // 32 * 2 * width + whole * SIZE * width
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_kivi_costs_its_formula(bits, dtype):
@@ -136,6 +140,8 @@ def alone(entries: int, keys: int, values: int, width: int) -> int:
     return (entries - 36) * codes + whole * 2 * SIZE * width
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize(("keys", "values"), [(2, 2), (3, 4), (4, 3), (4, 4), (8, 4)])
 def test_turboquant_costs_its_formula(keys, values, dtype):
@@ -192,6 +198,8 @@ def test_a_long_question_is_given_back(spec):
     assert before.nbytes + before.id_bytes == reachable_bytes(cache)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @torch.no_grad()
 @DTYPES
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_tensors_of_two_devices_do_not_mix(over_two: PreTrainedModel) -> None:
     assert {each.device for each in over_two.parameters()} == {FIRST, SECOND}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [*METHODS, *COMPOSED])
 def test_layers_on_two_devices_answer_as_on_one(over_two: PreTrainedModel, spec: str) -> None:

@@ -100,6 +100,7 @@ class Turns:
             torch.testing.assert_close(ours, self.alone(row, **options), rtol=0, atol=1e-4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "budget"), [*APPENDING, *CHANGING, *OTHERS], ids=str)
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_a_row_that_ended_goes_on_as_alone(model, spec, budget, lengths, options
     turns.check(out.logits, **{k: v for k, v in options.items() if k == "prefill_chunk"})
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(("spec", "budget"), COMPILED, ids=str)
 def test_a_row_that_ended_in_a_graph_goes_on_as_alone(model, spec, budget):
     turns = Turns(model, spec, budget, PADDED)
@@ -128,6 +129,8 @@ def test_a_row_that_ended_in_a_graph_goes_on_as_alone(model, spec, budget):
     turns.check(kvfold.generate(model, whole, cache=cache, **options).logits)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("spec", "budget"), [*APPENDING, *CHANGING], ids=str)
 @pytest.mark.parametrize("by", ["kvfold", "transformers"])
 def test_padding_that_transformers_read_as_tokens_is_hidden_or_refused(model, spec, budget, by):

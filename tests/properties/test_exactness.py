@@ -17,12 +17,15 @@ from tests.helpers.exactness import (
 from tests.helpers.models import FAMILIES, NEVER_SLIDING
 
 
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "deepseek_v3"])
 def test_with_budget_to_spare_column_sums_change_no_logits(name, lengths):
     assert_as_stock(name, "h2o", 1.0, lengths, torch.float64)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @BATCHES
 @pytest.mark.parametrize(("spec", "budget"), [("snapkv:window=8", 1.0), ("tova", 1000)])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -44,6 +47,8 @@ def test_with_budget_to_spare_every_dtype_is_the_stock_cache(dtype):
     assert_as_stock("llama", "pyramidkv", 1.0, PADDED, dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @BATCHES
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "pyramidkv:window=8"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -54,6 +59,8 @@ def test_after_eviction_every_family_is_masked_dense(name, spec, lengths):
     assert effect > 0.05
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @BATCHES
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "gemma3n", "deepseek_v3", "qwen3_5"])
 def test_evicting_at_every_step_is_masked_dense_in_unusual_families(name, lengths):

@@ -36,6 +36,8 @@ def logits(model, cache: CompressedCache, modes) -> Tensor:
     return torch.cat(out, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("spec", METHODS)
 @pytest.mark.parametrize("first", [torch.no_grad, torch.enable_grad])
 def test_logits_are_the_same_with_gradients_enabled(model, spec, first):
@@ -81,6 +83,8 @@ def test_a_context_made_in_inference_mode_answers_outside():
     assert context.ask("is the sky blue") == expected
 
 
+@pytest.mark.cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "bamba"])
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "full", "adakv:window=8", "kivi:group=8"])
 def test_caches_filled_with_gradients_are_copied_forked_and_frozen(family, spec):

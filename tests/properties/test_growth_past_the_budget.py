@@ -142,6 +142,7 @@ def test_sinks_move_from_the_first_eviction_on(models, lengths, budget):
     assert both.evicted() and both.off <= CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [15, 20])
 def test_sinks_of_a_row_that_is_padded_from_the_start_move(models, length):
     both = Both(models, STREAMING, (length,), SMALL, padding=5)
@@ -150,6 +151,7 @@ def test_sinks_of_a_row_that_is_padded_from_the_start_move(models, length):
     assert both.evicted() and both.off <= CLOSE
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", ["tokens", "turns", "pieces"])
 @pytest.mark.parametrize("lengths", [(15,), (20,), (37,), (20, 15)])
@@ -160,6 +162,8 @@ def test_sinks_move_however_the_prompt_is_read(models, lengths, pieces):
     assert both.evicted() and both.off <= CLOSE
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("steps", [4, 6, 20])
 @pytest.mark.parametrize(
     "change",
@@ -234,6 +238,7 @@ def scenario(both: Both, draw: random.Random) -> None:
     both.steps(4, seed=draw.randrange(100))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("spec", EVICTING)

@@ -45,6 +45,7 @@ def without(given: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     return {k: v for k, v in given.items() if k not in names}
 
 
+@pytest.mark.slow
 @BATCHES
 @EVERY_FAMILY
 def test_with_budget_to_spare_a_first_turn_with_an_image_is_stock(name, lengths):
@@ -60,6 +61,8 @@ def test_with_budget_to_spare_a_first_turn_with_an_image_is_stock(name, lengths)
     assert torch.equal(logits(made), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec", [SPEC, "pyramidkv:window=8", "h2o", "streaming_llm_original"])
 @BATCHES
 @EVERY_FAMILY
@@ -88,6 +91,7 @@ def test_after_eviction_text_and_images_are_masked_dense(name, lengths, spec):
     assert min(effect) > 0.05
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 def test_encoded_entries_of_an_image(name):
     """Unencoded residuals give stock logits; those of 8 bits are near, those of 2 bits farther."""
@@ -120,6 +124,7 @@ def test_an_enabled_model_reads_an_image_as_an_explicit_cache(name):
             assert torch.equal(logits(made), logits(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["kvzip", "pyramidinfer"])
 @EVERY_FAMILY
 def test_methods_with_forwards_of_their_own_refuse_an_image(name, spec):
@@ -150,6 +155,7 @@ def test_an_image_is_not_read_in_pieces(name):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 def test_tokens_of_an_image_can_be_protected(name):
     given, model = prompt(name, (64,)), build(name)
@@ -161,6 +167,8 @@ def test_tokens_of_an_image_can_be_protected(name):
             assert set(range(*span)) <= set(head.tolist())
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("chunk", [None, 4])
 @BATCHES
 @EVERY_FAMILY
@@ -236,6 +244,7 @@ def test_keys_after_an_image_are_not_moved_by_columns(spec):
     kvfold.generate(other, cache=cache, **prompt("llava", (64,)), **GREEDY)
 
 
+@pytest.mark.slow
 def test_a_text_with_an_image_is_not_edited_by_columns():
     model, words = build("qwen2_5_vl"), continuation(1, 64)
     cache = CompressedCache(model, SPEC, 20)

@@ -92,6 +92,7 @@ def run(model: Any, spec: str, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     return logits, held(reader.cache)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", DRAWN)
@@ -104,6 +105,8 @@ def test_a_seed_gives_the_same_bits_again(spec, dtype):
     assert same(first[0], again[0]) and same(first[1], again[1])
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", DRAWN)
 def test_another_seed_changes_what_is_drawn_and_nothing_else(model, spec):
     outcomes = [run(model, spec, seed) for seed in (0, 1, 2)]
@@ -135,6 +138,8 @@ def test_draws_differ_from_layer_to_layer_and_from_turn_to_turn(model):
 # --- rows ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @KINDS
 def test_a_row_is_the_same_in_any_place(model, spec):
     ids, mask = prompts(PADDED)
@@ -174,6 +179,8 @@ def two_turns(model: Any, cache: kvfold.CompressedCache, seed: int) -> list[Tens
     return [first, *after_first, second, *held(cache)]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @KINDS
 def test_prompts_in_any_order_give_the_same_results(model, spec):
     upwards = {seed: two_turns(model, new_cache(model, spec), seed) for seed in (1, 2, 3)}
@@ -181,6 +188,8 @@ def test_prompts_in_any_order_give_the_same_results(model, spec):
         assert same(two_turns(model, new_cache(model, spec), seed), upwards[seed])
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @EVERY
 def test_a_reset_cache_forgets_its_prompts(model, spec):
     cache = new_cache(model, spec)
@@ -216,6 +225,8 @@ def interrupted(model: Any, layer: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @KINDS
 def test_a_reset_cache_forgets_a_forward_that_failed(model, spec):
     cache = new_cache(model, spec)
@@ -229,6 +240,8 @@ def test_a_reset_cache_forgets_a_forward_that_failed(model, spec):
         assert same(two_turns(model, cache, 1), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @KINDS
 @torch.no_grad()
 def test_a_token_that_failed_half_way_makes_the_cache_useless_until_it_is_reset(model, spec):
@@ -262,6 +275,8 @@ def test_a_threshold_is_of_one_prompt_alone(model):
 # --- side by side --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "spec", [spec for spec in [*ONCE, "h2o + merge"] if not needs_driver(spec)]
 )
@@ -305,6 +320,8 @@ def test_two_caches_with_forwards_of_their_own_never_meet(model, spec):
         assert same(found, separate[which])
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @KINDS
 def test_one_cache_inside_anothers_block_does_not_disturb_it(model, spec):
     """A cache is frozen, or half way through reading, while another reads and answers."""
@@ -344,6 +361,7 @@ def test_trying_a_model_out_draws_none_of_the_users_numbers():
 # --- torch's settings ----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
 @pytest.mark.parametrize("spec", NAMED)

@@ -137,6 +137,7 @@ def test_tables_are_those_of_the_records(folder: str) -> None:
     assert table(markdown(boards(records(folder)))) == table(published)
 
 
+@pytest.mark.whole
 def test_tables_by_task_are_those_of_the_records() -> None:
     published = (RESULTS / "tasks.md").read_text(encoding="utf-8")
 
@@ -198,6 +199,8 @@ def test_scores_of_the_page_are_measured(where: tuple[str, bool]) -> None:
     assert not [name for name in QUOTED[where].split() if f"{scores[name].value:.1f}" not in said]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("claim", NOT_TOLD_APART, ids=str)
 def test_what_is_not_told_apart_has_zero_in_its_interval(claim) -> None:
     assert gap(*claim).is_noise

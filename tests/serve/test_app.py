@@ -38,6 +38,7 @@ def alone(model: Any, tokenizer: Any) -> kvfold.Context:
     return kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, "streaming_llm", "kvzip", "full"])
 def test_an_answer_is_the_one_of_the_library(server, model, tokenizer, spec):
@@ -168,6 +169,7 @@ def test_a_file_is_uploaded(server, alone):
         assert refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_byte_order_mark_of_a_file_is_no_text(server, alone):
     file = {"file": ("a.txt", DOCUMENT.encode("utf-8-sig"))}
     made = server.http.post("/v1/contexts", files=file)

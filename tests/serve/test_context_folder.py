@@ -86,6 +86,7 @@ def test_a_folder_that_is_only_read_says_so(holder, made, monkeypatch):
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_after_a_restart_contexts_are_found_by_their_texts(tmp_path):
     """The last token of these texts is another one before a blank line."""
     model, tokenizer = kvfold.bundled_model()
@@ -146,6 +147,7 @@ def test_where_memory_lacks_for_one_file_the_others_are_saved(holder, made, tmp_
     assert kept == ["c1.kvfold", "c2.kvfold"]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_lost_or_altered_is_told(holder, made):
     contexts = holder(1.5)
     for i in range(2):

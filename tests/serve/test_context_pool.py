@@ -69,6 +69,8 @@ def basis(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["kivi4", "kvtc:file={basis},ratio=4", "zstd"])
 def test_what_comes_back_from_a_coded_file_answers_as_the_file_does(
     model, tokenizer, holder, made, basis, codec

@@ -53,6 +53,7 @@ def test_the_key_is_asked_for_and_other_sites_get_no_leave(keyed):
     assert_clean(keyed.http.options(CHAT, headers={"Origin": PAGE}), 401)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
 def test_without_a_key_pages_of_allowed_sites_only_are_answered(origins):
     with running(new_model(), word_tokenizer(), origins=origins) as server:

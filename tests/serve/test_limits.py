@@ -108,6 +108,7 @@ MANY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MANY)
 @pytest.mark.parametrize("value", [b"0,", b"{},", b'"",', b'{"a":1},', b"[[[]]],"])
 def test_a_body_of_more_values_is_refused_before_it_is_parsed(server, path, value):
@@ -240,6 +241,7 @@ def test_a_kernel_wider_than_the_text_takes_no_time(server):
     assert made.status_code == 201
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "status"),
     [

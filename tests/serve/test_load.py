@@ -103,7 +103,7 @@ def serve(model: Any, tokenizer: Any, samples: list[short_ruler.NeedleDocument])
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_hundred_requests_over_twenty_contexts():
     model, tokenizer = kvfold.bundled_model()
     generator, count = random.Random(0), partial(token_count, tokenizer)
@@ -132,7 +132,7 @@ def description() -> Any:
         yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_nothing_that_the_description_allows_fails(description):
     seen: set[tuple[str, int]] = set()
     for result in description.get_all_operations():
@@ -165,7 +165,7 @@ def test_nothing_that_the_description_allows_fails(description):
     assert ("/v1/contexts/{context_id}", 404) in seen
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_nothing_that_the_description_forbids_fails(description):
     seen: set[int] = set()
     for result in description.get_all_operations():
@@ -207,6 +207,7 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("path, name", FIELDS, ids=[" ".join(field) for field in FIELDS])
 def test_no_value_of_any_field_fails(description, path, name):

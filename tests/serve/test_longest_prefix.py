@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def test_the_longest_is_found(keys, tail):
         assert prefixes.longest(data) == (str(max(fits)[1]) if fits else None)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_of_whole_tokens(holder, made):
     contexts = holder(3)
     contexts.add(made[0], "c0", {TEXT: PrefixKey.of(b"some text\n\n")})

@@ -159,6 +159,7 @@ def test_no_refusal_is_in_another_library_s_words(server):
         assert_clean(server.http.post("/v1/contexts", files=one, data=fields), 400, said)
 
 
+@pytest.mark.slow
 def test_paths_that_are_not_there(server):
     for verb, path, status in (
         ("GET", "/v1/contexts/none", 404),

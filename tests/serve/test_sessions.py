@@ -89,6 +89,8 @@ class Seen:
         monkeypatch.setattr(type(model), "forward", counted)
 
 
+@pytest.mark.whole
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", ["knorm", None], ids=["knorm", "the server's default"])
 def test_forty_turns_read_each_token_once_in_few_entries(model, method, monkeypatch):
     """Within each turn too, before it compacts; listings are shortened, and dropped later."""
@@ -188,6 +190,7 @@ def test_the_list_and_deletion(server):
     assert server.metric('kvfold_sessions{place="memory"}') >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "named"),
     [
@@ -277,6 +280,7 @@ def test_a_client_that_hangs_up_does_not_wait_for_memory(model):
         assert said(turn(server, other, tool(1)))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("turns", "at_once"), [(2, 8), pytest.param(10, 50, marks=pytest.mark.slow)]
 )
@@ -308,6 +312,7 @@ def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model, turns, at_once
         assert turns == 2 or alone.record.compactions > 0
 
 
+@pytest.mark.slow
 def test_memory_is_counted_right_whatever_is_changed_and_moved(model):
     one = size_of(kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", BUDGET))
     with running(model, word_tokenizer(), session_memory=8 * one, workers=4, queue=100) as server:
@@ -362,6 +367,7 @@ def test_a_save_that_fails_keeps_the_session_usable(model, tmp_path, monkeypatch
         assert said(turn(server, session, tool(1)))
 
 
+@pytest.mark.slow
 def test_a_turn_that_memory_lacks_to_save_is_answered_and_counted_once(
     model, tmp_path, monkeypatch
 ):

@@ -132,6 +132,7 @@ def test_a_session_has_no_arguments(server):
         assert_clean(server.chat(QUESTION, session_id="s", **given), 400, "no arguments")
 
 
+@pytest.mark.slow
 def test_a_line_of_the_log_tells_no_text(server, caplog):
     caplog.set_level(logging.INFO, "kvfold")
     server.says(QUESTION, context_id="ruled")

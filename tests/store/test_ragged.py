@@ -105,6 +105,8 @@ def dense_readers(name: str, lengths: tuple[int, ...]) -> tuple[Reader, MaskedDe
     return plain, truth, worst(plain(ids), truth(ids), given)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @RAGGED
 @pytest.mark.parametrize(
     ("name", "lengths"),
@@ -138,6 +140,7 @@ def test_ragged_caches_are_masked_dense(name, spec, lengths):
     assert min(effect) > 0.05
 
 
+@pytest.mark.slow
 @RAGGED
 def test_ragged_caches_are_masked_dense_in_float32(spec):
     ids, _ = prompts(ALONE)
@@ -171,6 +174,7 @@ def test_later_turns_are_masked_dense(model, spec, lengths):
         assert all(stayed) if spec in ON_TOP else not all(stayed), turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 30])
 @BATCHES
 def test_kvzip_generates_what_the_truth_does(model, lengths, chunk):
@@ -209,6 +213,8 @@ def test_latents_have_no_heads_to_differ(spec):
         start(build("deepseek_v3"), spec)
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [50, 191])
 @BATCHES
 @NEW
@@ -262,6 +268,7 @@ def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows)
     assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.slow
 @BATCHES
 @NEW
 def test_copies_and_files_continue_like_the_original(model, spec, lengths):
@@ -312,6 +319,8 @@ def whole(cache: kvfold.CompressedCache) -> list[Tensor]:
     return [part.clone() for layer in cache.states for part in layer.store.dense()]
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @BATCHES
 @RAGGED
 def test_bytes_are_those_of_all_storages_alive(model, spec, lengths):

@@ -83,6 +83,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "codec"), SAVED)
 def test_every_number_of_a_header_may_be_anything(model, tokenizer, tmp_path, basis, spec, codec):

@@ -38,6 +38,8 @@ def basis(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", KINDS)
 def test_zstd_loses_nothing(model, tokenizer, tmp_path, spec):
     context = compressed(model, tokenizer, spec)
@@ -65,6 +67,8 @@ def test_a_zstd_file_of_before_loads_and_one_of_now_is_smaller(
         assert_same(kvfold.load(tmp_path / name, model, tokenizer).cache, context.cache)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", CODABLE)
 def test_kvtc_gives_back_near_keys_and_values_of_the_same_tokens(
     model, tokenizer, tmp_path, basis, spec
@@ -117,6 +121,7 @@ def test_kivi4_gives_back_codes_of_groups(model, tokenizer, tmp_path, spec):
     assert loaded.ask(QUESTION, max_new_tokens=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["zstd", "kivi4", "kvtc:file={},ratio=2,window=8"])
 @pytest.mark.parametrize("spec", ["snapkv:window=8 + match", "kvzip + match"])
 def test_biases_are_exact_with_every_codec(model, tokenizer, tmp_path, basis, spec, codec):
@@ -211,6 +216,8 @@ def test_a_missing_another_or_a_damaged_basis_is_refused(model, tokenizer, tmp_p
 DAMAGED = [("zstd", "kvzip", 170), ("kivi4", "kvzip", 170), ("kvtc", "kvzip", 250)]
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec, spec, times", [*DAMAGED, ("kvtc", "full", 250)])
 def test_every_damage_is_refused(model, tokenizer, tmp_path, basis, codec, spec, times):
     """Of kvtc both scopes: heads that keep different tokens, and the same."""
@@ -250,6 +257,8 @@ def test_entries_that_are_encoded_already_are_refused(model, tokenizer, tmp_path
     assert not (tmp_path / "coded").exists()
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["full", "snapkv", "kvzip", "snapkv + reindex", "finch", "streaming_llm"]
 )

@@ -73,6 +73,7 @@ def test_a_header_that_does_not_fit_is_refused(model, tokenizer, saved, tmp_path
     assert named in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_keys_that_were_moved_are_refused(model, tokenizer, saved, tmp_path):
     rope = read_header(saved).rope.model_dump() | {"moved": -110}
     path = rewritten(tmp_path / "a.kvfold", saved, rope=rope)

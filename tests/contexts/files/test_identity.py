@@ -18,6 +18,7 @@ from tests.helpers.tokenizers import word_tokenizer
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, named",
     [

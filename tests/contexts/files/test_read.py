@@ -49,6 +49,8 @@ def read_on(context: kvfold.Context) -> kvfold.Context:
     return dataclasses.replace(context, ids=unknown)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @EVERY
 def test_what_is_saved_comes_back_and_goes_on(model, tokenizer, tmp_path, spec):
     context = compressed(model, tokenizer, spec, protect=[(7, 9)] if spec == "snapkv" else ())
@@ -100,6 +102,7 @@ def test_other_layers_and_other_keys_come_back(tokenizer, tmp_path, family):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_reindexed_sinks_are_saved_as_given_whatever_was_read_since(model, tokenizer, tmp_path):
     context = compressed(model, tokenizer, "streaming_llm")
     context.save(tmp_path / "before.kvfold")
@@ -201,6 +204,8 @@ def test_measured_errors_of_another_type_are_refused(model, tokenizer, tmp_path)
         kvfold.load(altered, model, tokenizer)
 
 
+@pytest.mark.cases(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", FORGED)
 @pytest.mark.parametrize(
     "changes", [{"kept": [1]}, {"by_head": []}, {"new": -1}, {"seen": 3}], ids=str
@@ -222,6 +227,7 @@ def test_a_file_of_another_number_of_heads_is_refused(model, tokenizer, tmp_path
         kvfold.load(rewritten(tmp_path / "b.kvfold", path, layers=layers), model, tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", ["", " + every:interval=8"])
 def test_a_file_whose_scorer_was_fitted_again_is_refused(model, tokenizer, tmp_path, rest):
     spec = zap_of(model, tmp_path)

@@ -37,6 +37,7 @@ def test_nothing_is_shared_with_the_file_or_with_another_load(model, tokenizer, 
     assert_same(kvfold.load(saved, model, tokenizer).cache, other.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [DOCUMENT, 'Ünï\u2028 "\\/" \x01\x7f \b\f\n\r\t 😀 ' * 9])
 def test_equal_contexts_give_equal_files(model, tokenizer, text, tmp_path):
     path = tmp_path / "a.kvfold"

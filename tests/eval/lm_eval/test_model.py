@@ -169,6 +169,7 @@ def test_a_small_budget_changes_every_score(tasks, scored):
     assert answers["text"] != pytest.approx(given["text"], rel=1e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv:window=8", "adakv", "h2o"])
 def test_log_likelihoods_are_those_of_a_full_cache_with_evicted_entries_hidden(method, records):
@@ -194,6 +195,7 @@ def test_log_likelihoods_are_those_of_a_full_cache_with_evicted_entries_hidden(m
     assert [likely for likely, _ in found] == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_single_token_is_predicted_from_the_compressed_cache(records, plain):
     requests = pairs(*((records[3]["prompt"], choice) for choice in (" 1", " 2", " the")))
     lm = compressed("snapkv", 48)
@@ -204,6 +206,7 @@ def test_a_single_token_is_predicted_from_the_compressed_cache(records, plain):
     assert min(apart) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_context_is_compressed_once_and_answers_do_not_see_each_other(records):
     lm = compressed("h2o", 0.3)
     requests = of_records(records)
@@ -216,6 +219,7 @@ def test_a_context_is_compressed_once_and_answers_do_not_see_each_other(records)
     assert alone == together[:3]
 
 
+@pytest.mark.slow
 def test_boundaries_are_those_of_hflm(plain):
     """No context, a context that is one token, and words that continue within a token."""
     requests = pairs(
@@ -253,6 +257,7 @@ def test_what_is_too_long_is_cut_as_hflm_cuts_it_and_counted(records, plain):
     assert lm.truncated.requests - before == sum(count > 242 for count in tokens)
 
 
+@pytest.mark.slow
 def test_prompts_of_a_padded_batch_are_answered_as_alone(records):
     options = {"until": ["."], "max_gen_toks": 12}
     prompts = pairs(*((r["prompt"], options) for r in records), kind="generate_until")
@@ -263,6 +268,7 @@ def test_prompts_of_a_padded_batch_are_answered_as_alone(records):
     assert len(set(one)) > 1
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_a_band_and_sinks(records, plain):
     """StreamingLLM's truth is one forward in which each token sees four sinks and the newest."""
     budget, text = 24, records[0]["noise"]
@@ -280,6 +286,7 @@ def test_perplexity_is_that_of_a_band_and_sinks(records, plain):
     assert found == pytest.approx(float(likely.sum()), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_windows_of_a_text_begin_as_hflm_begins_them(records, plain):
     short = HFLM(plain.model, tokenizer=plain.tokenizer, max_length=20)
     requests = pairs((records[0]["noise"],))
@@ -287,6 +294,8 @@ def test_windows_of_a_text_begin_as_hflm_begins_them(records, plain):
     assert found == pytest.approx(short.loglikelihood_rolling(requests, True), rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", [name for name in NAMED if name != "full"])
 def test_every_method_has_its_effect_on_log_likelihoods(method, records, plain):
     budget = 0.3 if kvfold.parse(method).takes_budget else None
@@ -296,6 +305,7 @@ def test_every_method_has_its_effect_on_log_likelihoods(method, records, plain):
     assert max(abs(a - b) for (a, _), (b, _) in zip(found, whole, strict=True)) > 1e-3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", HOLDING)
 def test_every_method_that_holds_its_size_streams_within_it(method, records):
@@ -308,6 +318,7 @@ def test_every_method_that_holds_its_size_streams_within_it(method, records):
     assert kept.fraction == pytest.approx(40 / read)
 
 
+@pytest.mark.slow
 def test_kvzip_repeats_prompts_with_the_models_own_tokenizer(records):
     lm = compressed("kvzip", 0.5)
     options = {"until": ["."], "max_gen_toks": 12}

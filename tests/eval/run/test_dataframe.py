@@ -25,6 +25,7 @@ def setting() -> Setting:
     return Setting.new()
 
 
+@pytest.mark.slow
 def test_records_from_python_are_rows_of_a_table(setting, tmp_path):
     methods = ["snapkv:window=8", kvfold.parse("kivi:group=8,residual=8")]
     found = kvfold.evaluate(
@@ -87,6 +88,7 @@ def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_pa
         run("jsonl", "full", data=tmp_path / "records.jsonl", out=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_file_is_no_folder_of_results_and_windows_have_one_length(setting, tmp_path):
     file = tmp_path / "file"
     file.write_text("the quick brown fox " * 400)

@@ -90,6 +90,7 @@ def test_paired_differences(rng, count):
         assert held(part, (gain - loss) / 4) >= LEAST, (gain, loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, 100])
 @pytest.mark.parametrize("tasks", TASKS)
 def test_means_over_tasks(rng, count, tasks):
@@ -113,6 +114,7 @@ def mean_over(rng: np.random.Generator, rates: Sequence[float], counts: Sequence
     return bounded(pooled_scores(parts, [1 / len(parts)] * len(parts)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, 100])
 @pytest.mark.parametrize("tasks", TASKS)
 def test_mean_differences_over_tasks(rng, count, tasks):

@@ -58,6 +58,7 @@ def texts() -> list[Tensor]:
     return [prompts((n,), seed=n)[0] for n in LENGTHS]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @METHODS
 def test_rows_are_counted_as_if_alone(spec: str, budget: str | None) -> None:
@@ -69,6 +70,7 @@ def test_rows_are_counted_as_if_alone(spec: str, budget: str | None) -> None:
         assert ours.nbytes == alone.nbytes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @METHODS
 def test_decode_steps_add_their_entries_to_each_row(spec: str, budget: str | None) -> None:
@@ -81,6 +83,8 @@ def test_decode_steps_add_their_entries_to_each_row(spec: str, budget: str | Non
         assert ours.nbytes == pytest.approx(alone.nbytes, abs=free)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @METHODS
 def test_equal_rows_and_forks_share_all_bytes_equally(spec: str, budget: str | None) -> None:
     row = texts()[2]

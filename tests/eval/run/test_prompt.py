@@ -19,6 +19,7 @@ def setting() -> Setting:
     return Setting.new()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question_aware", [False, True])
 def test_an_answer_that_must_not_be_empty_does_not_begin_with_a_stop_string(
     setting, question_aware

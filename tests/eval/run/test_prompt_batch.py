@@ -45,9 +45,12 @@ def in_one_piece(monkeypatch):
     monkeypatch.setattr(job, "_in_parts", refuse)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("aware", [False, True])
-def test_rows_of_a_batch_answer_as_alone(setting, samples, aware, in_one_piece):
-    found = contenders(METHODS, ["0.5", "20", "30KB"])
+@pytest.mark.parametrize("methods", [METHODS[:1], METHODS], ids=len)
+def test_rows_of_a_batch_answer_as_alone(setting, samples, methods, aware, in_one_piece):
+    found = contenders(methods, ["0.5", "20", "30KB"])
     cells = tuple(
         setting.cell("kv_retrieval", method, budget, question_aware=aware)
         for method, budget in found
@@ -135,6 +138,7 @@ def test_methods_that_observe_alike_are_a_job(setting, samples):
     assert sum(len(job.cells) for job in plan.jobs({})) == len(plan.cells())
 
 
+@pytest.mark.slow
 def test_many_results_are_several_jobs_and_each_is_in_one(setting, monkeypatch):
     monkeypatch.setattr(planning, "MOST_RESULTS", 5)
     plan = replace(

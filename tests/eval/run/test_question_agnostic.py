@@ -52,6 +52,7 @@ def test_a_second_turn_sees_the_first_answer(setting, history):
     assert alone[0] == answers[0] and alone[1] != answers[1]
 
 
+@pytest.mark.slow
 def test_a_step_of_a_conversation_takes_the_operations_of_one_without_turns(setting):
     sample = record("conversation_kv", 2, conversation=True)
     first = replace(sample, questions=sample.questions[:1])

@@ -141,6 +141,7 @@ def test_operations_are_known_of_methods_that_read_by_themselves(setting):
     assert 0 < pruned.step_operations < full.step_operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "aware"), [("full", True), ("pyramidinfer", True), ("full", False)]
 )

@@ -74,6 +74,7 @@ def test_another_file_is_another_cell(setting: Setting, parts: Path, tmp_path: P
     assert not sized[0].cell.reference.files
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_during_the_run_fails_its_method_alone(
     setting: Setting, parts: Path
 ) -> None:

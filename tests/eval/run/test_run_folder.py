@@ -54,10 +54,14 @@ def setting() -> Setting:
 
 @pytest.fixture(scope="module")
 def plan(setting: Setting) -> EvalPlan:
+    return plan_of(setting, 5, 2)
+
+
+def plan_of(setting: Setting, alone: int, together: int) -> EvalPlan:
     """Two tasks, with all that everything is compared with, and samples that go wrong."""
-    kv = [record("kv_retrieval", index=i, metadata={"depth": i}) for i in range(16)]
+    kv = [record("kv_retrieval", index=i, metadata={"depth": i}) for i in range(alone)]
     kv[2] = replace(kv[2], questions=(replace(kv[2].questions[0], max_new_tokens=5000),))
-    shared = [record("shared_kv", 2, index=i, count=15, new=3) for i in range(4)]
+    shared = [record("shared_kv", 2, index=i, count=15, new=3) for i in range(together)]
     found = contenders(["snapkv:window=8", "kivi:group=8,residual=8"], ["0.5", "20", "4"])
     return setting.plan(found, wanted([*kv]), wanted([*shared]))
 
@@ -77,8 +81,10 @@ def test_a_run_holds_every_sample_of_every_cell_once(plan, uninterrupted):
     assert sum(s.error is None for s in uninterrupted) > plan.total / 2
 
 
-@pytest.mark.slow
-def test_ten_kills_lose_and_repeat_nothing(setting, plan, uninterrupted, tmp_path):
+@pytest.mark.whole
+def test_ten_kills_lose_and_repeat_nothing(setting, tmp_path_factory, tmp_path):
+    plan = plan_of(setting, 16, 4)
+    uninterrupted = finish(setting, plan, tmp_path_factory.mktemp("whole"))
     generator, file = random.Random(5), tmp_path / "samples.jsonl"
     written = [0]
     for _ in range(10):
@@ -102,6 +108,7 @@ def test_ten_kills_lose_and_repeat_nothing(setting, plan, uninterrupted, tmp_pat
     assert records(found) == records(uninterrupted)
 
 
+@pytest.mark.slow
 def test_results_are_on_disk_as_soon_as_their_cell_ends(setting, tmp_path):
     plan = setting.plan(FEW, wanted([record()]))
     file = samples_file(tmp_path)
@@ -110,6 +117,7 @@ def test_results_are_on_disk_as_soon_as_their_cell_ends(setting, tmp_path):
     assert done == plan.total == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_an_exception_between_cells_repeats_no_cell(setting, monkeypatch, after):
     (todo,), ran, real = jobs(setting, 1), list[EvalCell](), job._outcomes
@@ -132,6 +140,7 @@ def test_an_exception_between_cells_repeats_no_cell(setting, monkeypatch, after)
     assert len(ran) == 3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 40, 0.5, -2])
 def test_a_line_that_is_half_written_is_run_again(setting, plan, uninterrupted, tmp_path, part):
@@ -152,6 +161,7 @@ def test_a_foreign_line_is_refused_and_the_file_is_left_alone(setting, plan, tmp
         assert file.read_bytes() == foreign
 
 
+@pytest.mark.slow
 def test_more_of_the_same_goes_on_in_the_same_folder(setting, tmp_path):
     samples = [record(index=i) for i in range(3)]
     finish(setting, setting.plan(FEW[:1], wanted(samples[:2])), tmp_path)
@@ -176,6 +186,7 @@ def test_a_full_disk_is_said_in_one_line(plan, tmp_path, monkeypatch):
         file.add(plan.cells())
 
 
+@pytest.mark.slow
 def test_records_are_replaced_as_a_whole(uninterrupted, tmp_path):
     path = write_records(tmp_path, summarize(uninterrupted))
     assert len(path.read_text().splitlines()) == len(summarize(uninterrupted))
@@ -210,6 +221,7 @@ def drawn(
     return replace(found, samples=tuple(short))
 
 
+@pytest.mark.slow
 def test_bad_rows_are_errors_that_name_file_and_line_and_the_others_run(setting, tmp_path):
     rows = [row(), '{"context": "cut o', row(context=""), row(answers="1"), row(answers=[1]), row()]
     plan = setting.plan(FEW, drawn(setting, "longbench_passage_count", rows, tmp_path))
@@ -224,6 +236,7 @@ def test_bad_rows_are_errors_that_name_file_and_line_and_the_others_run(setting,
     assert [sum(r["errors"].values()) for r in records(found)] == [4] * 3
 
 
+@pytest.mark.slow
 def test_a_sample_that_the_model_cannot_read_is_an_error_that_says_how_long_it_is(
     setting, tmp_path
 ):
@@ -242,6 +255,7 @@ def test_a_sample_that_the_model_cannot_read_is_an_error_that_says_how_long_it_i
             assert f"takes {sizes[1]} tokens" in sample.error and f"{limit} are" in sample.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", [{"context": "another"}, {"answers": ["2"]}])
 def test_data_that_has_changed_is_refused_under_the_same_folder(setting, tmp_path, field):
     name, out = "longbench_passage_count", tmp_path / "out"
@@ -253,6 +267,7 @@ def test_data_that_has_changed_is_refused_under_the_same_folder(setting, tmp_pat
     assert samples_file(out).path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_error_is_run_again_and_its_answer_counts(setting, tmp_path, monkeypatch):
     plan = setting.plan(FEW, wanted([record(index=0), record(index=1)]))
 
@@ -271,6 +286,7 @@ def test_an_error_is_run_again_and_its_answer_counts(setting, tmp_path, monkeypa
     assert all(record.samples == 2 and not record.errors for record in summarize(found))
 
 
+@pytest.mark.slow
 def test_samples_of_batches_are_counted_one_by_one(setting, tmp_path):
     plan = replace(setting.plan(FEW, wanted([record(index=i) for i in range(4)])), batch_size=2)
     counts = list(run_missing(plan, samples_file(tmp_path), by_itself(setting)))

@@ -48,6 +48,7 @@ def test_methods_of_every_kind_are_compared():
     assert any(needs_driver(spec) for spec in SPECS)
 
 
+@pytest.mark.whole
 def test_contexts_from_shared_readings_are_those_of_readings_of_their_own(setting):
     sample, forwards, own = record(count=20), [], 0
     specs = [spec for spec in SPECS if "when=first_decode" not in spec]
@@ -73,6 +74,7 @@ def test_contexts_from_shared_readings_are_those_of_readings_of_their_own(settin
     assert set(shared) == set(cells) and together < own / 4
 
 
+@pytest.mark.whole
 def test_answers_in_view_of_the_question_are_those_of_generate(setting):
     """The answer's first token comes from the shared reading, the others from each cache."""
     sample = record(count=20, new=6)

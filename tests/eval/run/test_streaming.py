@@ -44,6 +44,8 @@ def test_a_stream_that_evicts_sees_sinks_and_the_most_recent(setting, budget):
     assert outcome.held.kept == pytest.approx(room / (count - 1))
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "streaming_llm", "h2o", "d2o", "kivi:group=8,residual=8"])
 def test_texts_of_one_length_are_read_together_as_alone(setting, spec):
     long = book("perplexity")

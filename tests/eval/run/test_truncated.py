@@ -19,6 +19,7 @@ def setting() -> Setting:
     return Setting.new()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [60, 61, 90, 127])
 def test_the_middle_is_cut_as_on_the_whole_prompts_tokens(setting, limit):
     sample = record("longbench_qasper", count=40, new=6)
@@ -74,6 +75,7 @@ def test_a_generated_sample_is_never_cut(setting):
     assert setting.outcome(sample, max_length=takes).left_out == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("budget", ["0.3", "31", "9216B"])
 def test_the_cut_baseline_is_a_plain_cache_on_what_the_budget_pays_for(setting, budget, together):

@@ -48,6 +48,7 @@ def model():
     return small("llama")
 
 
+@pytest.mark.cases(1)
 @BATCHES
 @pytest.mark.parametrize("spec", [*DENSE, RAGGED, *ENCODED, *HOLDING])
 def test_tokens_logits_and_cache_are_those_of_eager_decoding(family, spec, lengths):
@@ -59,6 +60,7 @@ def test_tokens_logits_and_cache_are_those_of_eager_decoding(family, spec, lengt
     check_same(*caches)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED, *ENCODED, "h2o", "d2o"])
 def test_the_next_turn_is_that_of_eager_decoding(family, spec):
     outs, caches = both(family, spec)
@@ -73,6 +75,7 @@ def test_the_next_turn_is_that_of_eager_decoding(family, spec):
         check_same(*caches)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("spec", "budget", "protect"),
     [
@@ -95,6 +98,7 @@ def test_small_sizes_go_on_as_after_eager_decoding(model, spec, budget, protect)
     assert where(caches[0]) == where(caches[1])
 
 
+@pytest.mark.whole
 def test_every_method_decodes_the_same_or_is_refused(model):
     refusing, evicting = [], set()
     for spec in (spec for spec in NAMED if not spec.startswith("kvzip")):  # needs a tokenizer
@@ -114,6 +118,7 @@ def test_every_method_decodes_the_same_or_is_refused(model):
     assert set(refusing) == {"cam", "streaming", "rounds", "sirllm"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("lengths", [ALONE, PADDED])
 def test_layers_without_a_limit_decode_beside_those_that_hold_one(model, lengths):
     ids, mask = prompts(lengths)
@@ -130,6 +135,7 @@ def test_layers_without_a_limit_decode_beside_those_that_hold_one(model, lengths
     assert len({len(caches[0].positions(layer)[0][0]) for layer in range(2)}) == 2
 
 
+@pytest.mark.cases(1)
 @BATCHES
 @pytest.mark.parametrize("budget", [20, 70, 200])
 @pytest.mark.parametrize("spec", HOLDING)
@@ -164,6 +170,7 @@ def test_what_is_protected_does_not_leave(model):
     assert all(head[:9].tolist() == list(range(9)) for head in caches[1].positions(0)[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [RAGGED, *ENCODED, "d2o"])
 def test_other_readers_of_a_context_see_it_as_it_was(model, spec):
     ids = prompts(ALONE)[0]
@@ -183,7 +190,8 @@ def test_other_readers_of_a_context_see_it_as_it_was(model, spec):
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_softcaps_and_sinks_are_not_forgotten(name):
     torch._dynamo.reset()
     model = small(name, layer_types=["full_attention"] * 2)
@@ -214,6 +222,7 @@ def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
         assert torch.equal(*outs)
 
 
+@pytest.mark.cases(2)
 @BATCHES
 @pytest.mark.parametrize(
     "specs",
@@ -243,6 +252,7 @@ def test_what_is_packed_needs_no_graph_of_its_own(model):
     assert graphs() == 1
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("spec", ["snapkv:window=8", ENCODED[0], "d2o"])
 def test_the_default_compiler_gives_the_same_tokens(model, spec):
     ids = prompts(ALONE)[0]
@@ -254,6 +264,7 @@ def test_the_default_compiler_gives_the_same_tokens(model, spec):
     check_same(eager, compiled)
 
 
+@pytest.mark.whole
 def test_a_forward_that_torch_compiled_itself_gives_the_same():
     spec, model, ids = "h2o", build("llama", num_hidden_layers=1), prompts((40,))[0]
     options = {"max_new_tokens": 3, "do_sample": False}

@@ -63,6 +63,7 @@ def test_the_end_token_ends_and_room_for_more_is_given_back(model):
     check_same(*caches)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize(
     "options",

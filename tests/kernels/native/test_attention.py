@@ -149,6 +149,7 @@ def check_packed(query, keys, values, softcap=None):
     check(query, out, lse, attended(query, *zip(*common, strict=True), softcap))
 
 
+@pytest.mark.cases(24)
 @GROUPS
 @pytest.mark.parametrize("size", [32, 64, 128])
 @DTYPES

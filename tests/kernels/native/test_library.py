@@ -21,6 +21,7 @@ def _not_loaded():
     native.library.cache_clear()
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if native.library() is None:
@@ -146,6 +147,7 @@ def test_a_cut_or_altered_library_is_compiled_again(tmp_path, monkeypatch):
     assert len(compiled) == 5
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "kvfold").write_text("a file is in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -161,6 +163,7 @@ def test_a_compiler_that_cannot_be_named_is_no_error(spelled, monkeypatch, tmp_p
     assert native.library() is None
 
 
+@pytest.mark.whole
 def test_a_damaged_library_is_compiled_again_and_a_kept_one_needs_no_compiler(
     tmp_path, monkeypatch
 ):

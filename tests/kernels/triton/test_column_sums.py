@@ -34,6 +34,8 @@ def check_columns(query, key, tolerance=2e-5, softcap=None, visible=None, counte
     assert torch.equal(column_sums(query, key, lse, **given), sums)
 
 
+@pytest.mark.cases(8)
+@pytest.mark.slow
 @GROUPS
 @DTYPES
 @pytest.mark.parametrize(("queries", "stored"), [(1, 1), (63, 63), (65, 65), (5, 70), (64, 130)])
@@ -46,6 +48,7 @@ def test_column_sums_of_head_sizes(size):
     check_columns(*asked(2, 1, 2, 66, 70, size))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @GROUPS
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -21,6 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize(("size", "value_size"), [(32, 32), (64, 24), (128, 128)])
 def test_gathering_kept_entries(size, value_size, dtype):

@@ -37,6 +37,8 @@ def check(bits, groups, size, dtype, softcap=None, split=None, value_size=None):
     assert_close(lse, expected[1], tolerance=3e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(8)
 @GROUPS
 @SIZES
 @DTYPES
@@ -45,6 +47,7 @@ def test_quantized_entries_are_attended_to_as_they_are_decoded(groups, size, bit
     check(bits, groups, size, dtype, 2.0 if groups == 3 else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [64, 128])
 def test_long_segments_are_split(split):
     check((4, 4), 2, 32, torch.float32, split=split)

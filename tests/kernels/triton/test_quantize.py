@@ -22,6 +22,7 @@ SIZES = pytest.mark.parametrize("size", [32, 64, 128])
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 
 
+@pytest.mark.slow
 @SIZES
 @BITS
 @pytest.mark.parametrize("group", [32, 128])

@@ -46,6 +46,8 @@ def check_packed(keys, values, query, dtype, softcap=None, size=None, tolerance=
     assert_close(lse, expected[1], tolerance=2e-2 if dtype == torch.bfloat16 else tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(8)
 @GROUPS
 @SIZES
 @BITS

@@ -26,6 +26,8 @@ SIZES = pytest.mark.parametrize("size", [32, 64, 128])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @GROUPS
 @SIZES
 @DTYPES

@@ -86,6 +86,7 @@ def test_ids_tell_fits_apart(run, tmp_path) -> None:
     assert Arrivals(tmp_path, options, run, "").id_of("a") != before
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) -> None:
     arrivals = Arrivals(tmp_path, OPTIONS, run, "")
     assert asyncio.run(arrivals.made(DOCUMENT, "mine")) == "mine"
@@ -144,6 +145,7 @@ def test_two_texts_at_once_under_one_id_are_one_and_a_refusal(tmp_path: Path) ->
     assert taken.value.status_code == 409
 
 
+@pytest.mark.slow
 def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> None:
     copies = [tmp_path / "a.kvfold", tmp_path / "b.kvfold"]
     kvfold.compress(model, tokenizer, DOCUMENT, "adakv", 40).save(copies[0])
@@ -163,6 +165,7 @@ def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> N
     assert one == other and len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_a_file_is_levelled_once_for_each_version_of_it(run, model, tokenizer, tmp_path) -> None:
     arrivals, path = Arrivals(tmp_path, OPTIONS, run, ""), tmp_path / "a.kvfold"
     names = []

@@ -60,6 +60,7 @@ class Unmoved(MetaModel):
         return keys.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ROPES)
 def test_moved_keys_find_what_the_context_finds(tokenizer, tmp_path, rope):
     model = new_model(rope_parameters=ROPES[rope])
@@ -74,6 +75,7 @@ def test_models_rotate_in_their_own_way(tokenizer, tmp_path, family):
     assert_served_alike(new_model(family), tokenizer, tmp_path / "a.kvfold", "snapkv", 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scissorhands_kvcf", "snapkv + every:interval=16"])
 def test_query_windows_beside_the_entries_are_left_out(model, tokenizer, tmp_path, method):
     kvfold.compress(model, tokenizer, DOCUMENT, method, 40).save(tmp_path / "a.kvfold")
@@ -110,6 +112,7 @@ def test_a_context_that_keeps_everything_is_not_moved(model, tokenizer, tmp_path
     assert_served_alike(model, tokenizer, tmp_path / "a.kvfold", "full", None, moves=False)
 
 
+@pytest.mark.slow
 def test_half_precision_keys_are_rotated_in_float32(tokenizer, tmp_path):
     model = new_model(dtype=torch.bfloat16)
     context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
@@ -193,6 +196,8 @@ def test_encoded_entries_are_refused(model, tokenizer, tmp_path, method):
         ServedFolder(tmp_path).get("a")
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", ["kvzip", "snapkv + adakv", "pyramidkv"])
 @pytest.mark.parametrize("rule", ["mass", "votes", "union"])
 def test_levelled_heads_are_served_as_the_levelled_context(

@@ -17,6 +17,8 @@ MORE = ["kvzip", "kvzip:level=uniform", "kvzip + level", "snapkv + adakv"]
 COMPOSED = ["snapkv + reindex", "snapkv + kivi:bits=4,group=8,residual=8"]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("spec", [*METHODS, *MORE, *COMPOSED])
 def test_a_method_is_refused_or_its_text_is_served(spec, model, tokenizer, tmp_path) -> None:
     method = parse(spec)

@@ -39,6 +39,7 @@ def test_salts_tell_contexts_and_versions_apart(model, tokenizer, tmp_path):
     assert served_folder.ids() == ["a", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "../even", "even.kvfold", "", "/etc/x", None, 5, "Even"])
 def test_only_ids_of_files_that_are_there_are_known(served_folder, name):
     with pytest.raises(UnknownContext):

@@ -137,6 +137,7 @@ def asked_by_kvfold(context: kvfold.Context, *turns: str) -> list[int]:
     return ids[context.ids.shape[1] :]
 
 
+@pytest.mark.slow
 def test_a_question_becomes_the_tokens_that_the_library_reads(vllm, contexts, context):
     answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"temperature": 0.0, "seed": 4})
     served = contexts.served_folder.get("a")

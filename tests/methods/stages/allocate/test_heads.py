@@ -65,6 +65,7 @@ def test_adaptive_is_the_naive_loop(rule, naive, drawn, floor):
     assert counts.tolist() == [naive(heads, per_head, floor) for heads, per_head in rows]
 
 
+@pytest.mark.slow
 @given(layers_and_sizes(), FLOORS)
 @settings(max_examples=50, deadline=None)
 def test_a_floor_is_met_and_the_sum_is_exact(drawn, floor):

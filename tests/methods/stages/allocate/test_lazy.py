@@ -132,6 +132,7 @@ def test_thresholds_beyond_every_mass(threshold, kept):
     assert counts.tolist() == kept
 
 
+@pytest.mark.slow
 @given(st.floats(-0.1, 1.1), st.floats(0, 0.5))
 @settings(max_examples=50, deadline=None)
 def test_raising_the_threshold_adds_no_lazy_row(threshold, step):

@@ -39,6 +39,7 @@ def test_what_bounds_add_or_take_is_shared_in_proportion() -> None:
     assert sizes([1, 1], 30, [4, 4], [9, 9]) == [9, 9]
 
 
+@pytest.mark.slow
 def test_the_total_is_met_and_no_head_is_off_by_one() -> None:
     draw = random.Random(0)
     for _ in range(200):

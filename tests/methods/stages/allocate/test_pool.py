@@ -153,6 +153,7 @@ def naive_floor(layers, per_head, floor):
     return [[next(made) for _ in layer] for layer in layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", [0.25, 0.5, 1.0])
 @given(layers_and_sizes(layers=4))
 @settings(max_examples=30, deadline=None)

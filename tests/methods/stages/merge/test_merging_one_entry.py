@@ -16,6 +16,7 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["softmax", "average", "official"])
 @pytest.mark.parametrize("on", ["keys", "values"])
 @pytest.mark.parametrize("decide", ["head", "head_mean"])

@@ -125,6 +125,7 @@ def test_chances_at_their_ends_are_certain(sums, chance, deterministic):
     assert values.flatten().tolist() == pytest.approx([chance / 2] * 2)
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(2, 30), st.data())
 @settings(max_examples=30, deadline=None)
 def test_each_draw_spreads_an_entry_wholly_or_not(seed, tokens, data):
@@ -176,6 +177,7 @@ def test_a_row_spreads_as_it_does_alone_and_in_any_order():
         assert_rows_are_their_own(eviction, lambda e, o=options: spread_values(e, **o))
 
 
+@pytest.mark.slow
 @given(SEEDS, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_what_gains_nothing_is_unchanged_bit_for_bit(seed, dtype, one):

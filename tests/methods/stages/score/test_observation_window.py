@@ -35,6 +35,7 @@ def test_pooling_golden_vectors(kernel, pooling, expected):
     assert pool(scores, kernel, pooling).flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(-9, 9), min_size=1, max_size=15),
     st.sampled_from([1, 3, 5, 7, 29, 101]),

@@ -145,6 +145,7 @@ def test_protection_decides_who_goes():
 # --- invariants --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 30), st.integers(1, 40), st.integers(0, 12), st.floats(0, 1), st.integers(0, 99)
 )
