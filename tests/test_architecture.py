@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 from tests.helpers.import_graph import MODULES, circles, imports, nodes, text
 
@@ -99,3 +100,46 @@ def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     first = function.body[1 if documented and len(function.body) > 1 else 0].lineno
     signature = function.body[0].lineno - function.lineno
     return (function.end_lineno or first) - first + 1 + signature
+
+
+# Records that change, each in its own file alone; frozen ones cannot, and others follow.
+OWNED = ("LayerState", "Barrier", "OpenForward")
+
+
+def assigned(path: Path) -> set[str]:
+    """Names of the attributes that a file assigns, those of `self` left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    targets = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    stored = (node for node in targets if isinstance(node.ctx, ast.Store))
+    return {node.attr for node in stored if not _is_self(node.value)}
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def fields_of(path: Path, name: str) -> set[str]:
+    """Fields of a class: those that its body annotates, and those that `__init__` assigns."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    annotated = (n.target for n in found.body if isinstance(n, ast.AnnAssign))
+    fields = {target.id for target in annotated if isinstance(target, ast.Name)}
+    made = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    inside = (n for function in made for n in ast.walk(function) if isinstance(n, ast.Attribute))
+    return fields | {n.attr for n in inside if isinstance(n.ctx, ast.Store) and _is_self(n.value)}
+
+
+def test_fields_of_a_record_are_assigned_in_its_own_file_alone() -> None:
+    homes = {
+        node.name: path
+        for path in MODULES.values()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in OWNED
+    }
+    for name, home in homes.items():
+        elsewhere = {
+            path.name: sorted(assigned(path) & fields_of(home, name))
+            for path in MODULES.values()
+            if path != home
+        }
+        assert not {file: names for file, names in elsewhere.items() if names}, name

@@ -40,8 +40,8 @@ def stats_of(cache: CacheParts) -> Stats:
         inexact=cache.method.stages().inexact,
         later=max(map(_later, started), default=0),
         later_budget=phase.own_size,
-        errors=[[] if s.error is None else s.error.mean(0).tolist() for s in started],
-        refits=[[] if s.refit is None else s.refit.mean(0).tolist() for s in started],
+        errors=[_mean_report(state, "error") for state in started],
+        refits=[_mean_report(state, "refit") for state in started],
     )
 
 
@@ -67,7 +67,15 @@ def _beside(state: LayerState) -> int:
     """Bytes of all tensors beside the store."""
     tensors = [getattr(state, name) for name in (*PER_HEAD, *PER_ROW)]
     given = None if state.reindexed is None else state.reindexed.given
-    return _nbytes(*tensors, state.sequence.valid, given) + state.observers.nbytes()
+    return (
+        _nbytes(*tensors, *state.reports.values(), state.sequence.valid, given)
+        + state.observers.nbytes()
+    )
+
+
+def _mean_report(state: LayerState, name: str) -> list[float]:
+    """A report's numbers, means over rows; empty without one."""
+    return state.reports[name].mean(0).tolist() if name in state.reports else []
 
 
 def _later(state: LayerState) -> int:

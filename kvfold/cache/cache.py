@@ -197,7 +197,7 @@ class CompressedCache(CacheParts, ToldOfForwards):
 
     def forward_failed(self, seen: int) -> None:
         """Notes that a forward that began at `seen` columns stored tokens and then failed."""
-        self.forward.begun = seen
+        self.forward.fail(seen)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stores one recurrent layer's convolution state."""
@@ -239,7 +239,7 @@ class CompressedCache(CacheParts, ToldOfForwards):
         length = self.get_seq_length() + tokens_to_remove
         saved = self._saved_at(length)
         self.phase.crop(length)
-        self.forward.states_moved &= saved is None
+        self.forward.go_back(saved is not None)
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
         for i, other in self.other_layers().items():

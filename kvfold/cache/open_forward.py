@@ -43,6 +43,14 @@ class OpenForward:
             )
         self.begun = seen
 
+    def fail(self, seen: int) -> None:
+        """Notes that a forward that began at `seen` columns stored tokens and then failed."""
+        self.begun = seen
+
+    def go_back(self, to_start: bool) -> None:
+        """Notes a crop; `to_start` of a `frozen()` block, whose recurrent states are put back."""
+        self.states_moved &= not to_start
+
     def move_states(self) -> None:
         """Notes that a recurrent layer has read tokens."""
         self.states_moved = self.begun is not None

@@ -24,8 +24,7 @@ class Plan:
 
     `shared`: other layers of the model attend to its entries as well. `caches_latents`: entries
     become keys inside a forward only. `ranks` share its KV heads. `keep_scores`: scores stay with
-    the entries that an eviction keeps. `choose_only`: a prefill's eviction notes its choice in the
-    state, and moves no entry.
+    the entries that an eviction keeps.
     """
 
     stages: Stages
@@ -37,7 +36,6 @@ class Plan:
     caches_latents: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     keep_scores: bool = False
-    choose_only: bool = False
 
     @property
     def scores_stay(self) -> bool:

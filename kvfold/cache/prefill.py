@@ -200,11 +200,9 @@ def _keep_chosen(due: EvictionDue[LayerState], chosen: Chosen, ragged: bool) -> 
     if state.plan.scores_stay:
         state.observers.kept.set(chosen.scores)
     _note_error(state, observation, chosen.slots)
-    if state.plan.choose_only:
-        state.chosen = chosen
-        return
-    _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
-    _keep(state, observation, chosen.slots, ragged)
+    if state.applies(chosen):
+        _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
+        _keep(state, observation, chosen.slots, ragged)
 
 
 def _chosen(due: EvictionDue[LayerState], stages: Stages) -> Chosen:
@@ -396,4 +394,4 @@ def _note_error(state: LayerState, observation: Observation, slots: Tensor) -> N
     allocate = state.plan.stages.allocate
     if isinstance(allocate, Measured) and allocate.error is not None:
         kept = kept_mask(slots, observation.positions.shape[-1])
-        state.error = allocate.error(observation, kept)
+        state.report("error", allocate.error(observation, kept))

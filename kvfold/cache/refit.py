@@ -150,7 +150,7 @@ def refitted(
     block = state.positions() >= state.protected().view(-1, 1, 1)
     scale, softcap = observation.scale, observation.softcap
     made = refit(Compaction(keys, values, store.bias, block, slots, references, scale, softcap))
-    state.refit = made.report
+    state.report("refit", made.report)
     return [take(keys, slots), made.values], made.bias
 
 

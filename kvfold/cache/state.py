@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a layer without a model brings a RoPE and weights of its ow
 
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
 PER_HEAD = ("merging", "head_sizes")  # [B, H]
-PER_ROW = ("capacity", "error", "refit")  # [B], [B, 1 or 2], [B, 4]
+PER_ROW = ("capacity",)  # [B], as reports
 
 
 @dataclass(eq=False)
@@ -60,9 +60,8 @@ class LayerState:
     turn_end: int | None = None  # tokens seen when the last turn ended (`Rounds`)
     next_round: int | None = None  # tokens seen at which entries leave next (`Rounds`, `Once`)
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
-    error: Tensor | None = None  # of the layer's output: predicted, measured
-    refit: Tensor | None = None  # report of the last refit, see `Refitted`
-    chosen: Chosen | None = None  # with `choose_only`; None if every entry stays
+    # What stages measured: `error [B, 1 or 2]` of the layer's output, `refit [B, 4]` of the last
+    reports: dict[str, Tensor] = field(default_factory=dict)
     over_budget: bool = False  # the forced set was larger than the budget
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -195,6 +194,7 @@ class LayerState:
         gone = longest - self.store.length
         self.observers.per_entry(lambda x: rows(x[..., gone:]))
         self._apply((*PER_HEAD, *PER_ROW), rows)
+        self.reports = {name: rows(report) for name, report in self.reports.items()}
         self.sequence.index(rows)
         self.observers.index(rows)
         if self.reindexed is not None:
@@ -221,6 +221,10 @@ class LayerState:
                 setattr(self, name, change(tensor))
 
     # --- evictions --------------------------------------------------------------------------
+
+    def applies(self, chosen: Chosen) -> bool:
+        """True if entries that are not chosen leave the store, as in every layer of a cache."""
+        return True
 
     def begin_eviction(self, count: int = 1) -> None:
         """Notes that an eviction begins, or `count`: the next draws have another seed."""
@@ -258,6 +262,10 @@ class LayerState:
     def note_merging(self, merging: Tensor | None) -> None:
         """Takes the merge stage's state of each head `[B, H]`."""
         self.merging = merging
+
+    def report(self, name: str, numbers: Tensor) -> None:
+        """Notes what a stage has measured."""
+        self.reports = {**self.reports, name: numbers}
 
     def adopt(self, plan: Plan, observers: Observers | None = None) -> None:
         """Goes on by another plan, with other observers if any."""
@@ -343,33 +351,31 @@ class LayerState:
         """Copies the sinks' keys as given, before the store rotates them for the first time."""
         stages = self.plan.stages
         if stages.positions == "reindex" and self.reindexed is None:
-            first, count = self._first_slots(), stages.forced.sinks
-            self.reindexed = ReindexedSinks(self.dense_store(), first, count, self.rotation)
+            store, count = self.dense_store(), stages.forced.sinks
+            self.reindexed = ReindexedSinks(store, self.sequence, count, self.rotation)
 
     def settle_sinks(self) -> None:
         """Rotates re-indexed sinks up to the oldest recent token."""
         if self.reindexed is not None:
-            self.reindexed.follow(self.dense_store(), self._first_slots(), self._evicted_per_row())
+            self.reindexed.follow(self.dense_store(), self.sequence)
 
     def return_sinks(self) -> None:
         """Writes the sinks' given keys back into the store, until the next eviction."""
         if self.reindexed is not None:
-            self.reindexed.restore(self.dense_store(), self._first_slots())
+            self.reindexed.restore(self.dense_store(), self.sequence)
             self.reindexed = None
 
     def keys_as_given(self) -> Tensor:
         """Stored keys `[B, H, T, D]` before any sink was moved."""
         if self.reindexed is None:
             return self.stored().keys
-        return self.reindexed.as_given(self.dense_store(), self._first_slots())
+        return self.reindexed.as_given(self.dense_store(), self.sequence)
 
     def key_moves(self) -> Tensor | None:
         """Positions by which the oldest stored keys have moved `[B, H, n]`; None if none have."""
         if self.reindexed is None:
             return self.observers.moves.moves
-        return self.reindexed.moves(
-            self.dense_store(), self._first_slots(), self._evicted_per_row()
-        )
+        return self.reindexed.moves(self.dense_store(), self.sequence)
 
     def key_positions(self) -> Tensor:
         """Positions to which the stored keys are rotated `[B, H, T]`; 0 for padding and holes.
@@ -382,19 +388,3 @@ class LayerState:
         if moves is None:
             return positions
         return positions + F.pad(moves, (0, positions.shape[-1] - moves.shape[-1]))
-
-    def _first_slots(self) -> Tensor | None:
-        """The slot of each row's first token `[B, H, 1]`; None without padding, where it is 0."""
-        if self.sequence.valid is None:
-            return None
-        real = self.columns() >= 0
-        if not real.shape[-1]:
-            return real.new_zeros(*real.shape[:2], 1, dtype=torch.long)
-        return real.byte().argmax(-1, keepdim=True)
-
-    def _evicted_per_row(self) -> Tensor:
-        """Number of evicted tokens `[B]` of each row, the same in all heads."""
-        store = self.dense_store()
-        if self.sequence.valid is None:
-            return self.seen_per_row() - (store.length - store.dead)
-        return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)

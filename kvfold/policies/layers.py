@@ -21,6 +21,7 @@ from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted_parts import with_parts
+from kvfold.methods.stages.select.choose import Chosen
 from kvfold.methods.stages.when import Once
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
@@ -32,10 +33,22 @@ from kvfold.store.dense import DenseStore
 from kvfold.store.sequence import LogicalSequence
 
 
+@dataclass(eq=False)
+class ChoosingState(LayerState):
+    """A layer whose eviction notes its choice, and moves no entry; None if every entry stays."""
+
+    chosen: Chosen | None = None
+
+    def applies(self, chosen: Chosen) -> bool:
+        """Notes what is chosen."""
+        self.chosen = chosen
+        return False
+
+
 @full_precision
 def chosen_in(
     stages: Stages, budget: Budget | None, prefill: Prefill, seed: int
-) -> list[LayerState]:
+) -> list[ChoosingState]:
     """Layer states whose `chosen` tells what the eviction at the prefill's end keeps.
 
     Raises KvfoldError as the stages do.
@@ -58,7 +71,9 @@ def chosen_in(
     return states
 
 
-def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) -> list[LayerState]:
+def _states(
+    stages: Stages, budget: Budget | None, prefill: Prefill, seed: int
+) -> list[ChoosingState]:
     needs, count = stages.needs, prefill.layers
     files = {kind: getattr(need, "file", None) for kind, need in needs.by_kind.items()}
     fits = {kind: fitted_in(file, prefill) for kind, file in files.items() if file is not None}
@@ -66,8 +81,8 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
     # `until`: a window of one query is a prefill's too.
     phase, barrier = Phase(until=prefill.tokens, incoming=ids), Barrier[LayerState]()
     return [
-        LayerState(
-            Plan(stages, budget, layer, count, seed, choose_only=True),
+        ChoosingState(
+            Plan(stages, budget, layer, count, seed),
             phase,
             barrier,
             _rotation(prefill, layer),

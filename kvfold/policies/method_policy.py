@@ -14,14 +14,13 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.cache.plan import checked_budget
 from kvfold.cache.spans import Span, spans_of
-from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, parse
 from kvfold.observers.last_queries import window_of
 from kvfold.observers.stored import OutputNorms, TokenIds
 from kvfold.observers.surprise import SurpriseNeed
 from kvfold.policies.kept import Kept
-from kvfold.policies.layers import chosen_in
+from kvfold.policies.layers import ChoosingState, chosen_in
 from kvfold.policies.prefill import Prefill
 
 
@@ -141,7 +140,7 @@ def policy(method: Method | str) -> Policy:
     return made
 
 
-def _kept(states: list[LayerState], prefill: Prefill) -> Kept:
+def _kept(states: list[ChoosingState], prefill: Prefill) -> Kept:
     forced = torch.zeros(prefill.tokens, dtype=torch.bool, device=prefill.keys[0].device)
     for state in states:
         if state.chosen is not None:
@@ -154,7 +153,7 @@ def _kept(states: list[LayerState], prefill: Prefill) -> Kept:
     )
 
 
-def _of_layer(state: LayerState, prefill: Prefill) -> tuple[Tensor, ...]:
+def _of_layer(state: ChoosingState, prefill: Prefill) -> tuple[Tensor, ...]:
     if state.chosen is None:
         everything = torch.arange(prefill.tokens, device=state.stored().keys.device)
         return (everything,) * prefill.heads

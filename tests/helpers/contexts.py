@@ -67,6 +67,7 @@ def state(layer: Any) -> dict[str, Any]:
         "plan",
         "phase",
         "barrier",
+        "reports",
         "rotation",
         "projection",
         "store",
@@ -77,6 +78,7 @@ def state(layer: Any) -> dict[str, Any]:
     skipped |= {"_capacities", "_ends"}  # derived from the capacity
     held |= {name: value for name, value in vars(layer).items() if name not in skipped}
     held |= {"seen": layer.sequence.seen, "valid": layer.sequence.valid}
+    held |= layer.reports
     held |= {"given": None if layer.reindexed is None else layer.reindexed.given}
     held |= {"sinks": None if layer.reindexed is None else layer.reindexed.count}
     observers, heads = layer.observers, store.keys.shape[1]

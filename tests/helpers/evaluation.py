@@ -176,6 +176,7 @@ def contents(cache: kvfold.CompressedCache) -> list[dict[str, list[Tensor]]]:
         named = {name: [x.clone() for x in parts] for name, parts in layer.stored().named().items()}
         for name, (numbers, _) in layer.observers.numbers().items():
             named[name] = [numbers.clone()]
+        named |= {name: [report.clone()] for name, report in layer.reports.items()}
         for name in (*PER_HEAD, *PER_ROW):
             if getattr(layer, name) is not None:
                 named[name] = [getattr(layer, name).clone()]

@@ -26,7 +26,7 @@ from kvfold.store.sequence import LogicalSequence
 
 # Numbers that are saved and loaded under their own names.
 NUMBERS = ("evicted_at", "surplus", "over_budget", "turn_end", "next_round")
-ERRORS = ("error", "refit")  # what was measured of the entries
+REPORTS = ("error", "refit")  # what was measured of the entries
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     for name, (numbers, _) in state.observers.numbers().items():
         by_head[name] = _without_padding(state, numbers[0])
     whole = {name: tensors[name] for name in PER_ROW if tensors[name] is not None}
+    whole |= state.reports
     if state.sequence.valid is not None:
         whole["valid"] = state.sequence.valid
     of_heads, of_layer = state.observers.save(store.keys.shape[1])
@@ -98,6 +99,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.restore(
         **{name: torch.stack(of_heads)[None] for name, of_heads in tensors.items()},
         **{name: None if held is None else held.clone() for name, held in of_rows.items()},
+        reports={name: saved.whole[name].clone() for name in REPORTS if name in saved.whole},
         **{name: getattr(header, name) for name in NUMBERS},
         rounds=header.turns,
         settled=header.seen if header.settled is None else header.settled,
@@ -127,9 +129,8 @@ def check_restored(
         held = sum(map(len, keys)), sum(map(len, values))
         if not count <= held[0] == held[1]:
             raise ValueError(f"{held[0]} keys and {held[1]} values of {count} entries")
-    for name in ERRORS:
-        numbers = getattr(layer.state, name)
-        if numbers is not None and not numbers.is_floating_point():
+    for name, numbers in layer.state.reports.items():
+        if not numbers.is_floating_point():
             raise ValueError(f"{name} of {numbers.dtype}")
 
 
