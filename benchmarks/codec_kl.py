@@ -27,7 +27,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import decoded, rotations_of
 from kvfold.contexts.files.format import opened
-from kvfold.generation.generate import read_on
+from kvfold.generation.reading import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load

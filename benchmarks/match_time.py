@@ -19,7 +19,7 @@ from match_kl import KEPT, passage
 from torch import Tensor
 
 import kvfold
-from kvfold.generation.reconstruct import reconstruct
+from kvfold.generation.readers.reconstruct import reconstruct
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content

@@ -20,7 +20,7 @@ from kvfold.bench.models import BenchModel
 from kvfold.bench.random_scorer import runnable
 from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.cache.cache import CompressedCache
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
 from kvfold.hf.compiling import compiled_call
 from kvfold.hf.versions import CACHE
@@ -203,7 +203,7 @@ class MethodParticipant(LocalParticipant):
         """
         if self.cache.runs_own_forwards:
             total = ids.shape[1]
-            read_turn(self.model, self.cache, ids[:, :-1], None, until=total, chunk=total)
+            read_turn(self.model, self.cache, ids[:, :-1], until=total)
             ids = ids[:, -1:]
         self.forward(ids)
 
@@ -218,7 +218,7 @@ class CompiledParticipant(MethodParticipant):
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
-        check_compiled(self.model, self.cache, {})
+        check_compiled(self.model, self.cache)
         self.graph_cache: GraphCache | None = None
 
     def prefill(self, ids: Tensor, room: int) -> PrefillCost:

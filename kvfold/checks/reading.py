@@ -20,7 +20,8 @@ from kvfold.checks.batches import PaddedIds
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.contexts.answer import GREEDY, end_tokens
 from kvfold.eval.run.shared_reading import reads_for_others
-from kvfold.generation.generate import generate, read_on, read_turn
+from kvfold.generation.generate import generate
+from kvfold.generation.reading import read_on, read_turn
 from kvfold.hf.models import read_logits
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.when import AtEnd
@@ -162,8 +163,7 @@ class PromptReading:
         if not reads_for_others(self.model, method):
             cache = self._new(method, budget)
             given = self._given(cache)
-            length = given.ids.shape[1]
-            read_turn(self.model, cache, given.ids, given.padding, length, length)
+            read_turn(self.model, cache, given.ids, given.padding)
             return CompressedPrompts(self.prompts, cache, given)
         if self._open is None or not self.serves(method):
             self._open = self._read(self._new(method, budget))
@@ -175,7 +175,7 @@ class PromptReading:
         given = self._given(cache)
         # Left open: the cache is only copied, and dropped with its prefill unfinished.
         cache.phase.reading = True
-        read_on(self.model, cache, given.ids, given.padding, given.ids.shape[1])
+        read_on(self.model, cache, given.ids, given.padding)
         return CompressedPrompts(self.prompts, cache, given)
 
     def _new(self, method: Method, budget: str | None) -> CompressedCache:
@@ -213,7 +213,7 @@ def read_full(
     parts = [p.ids[:, :count] for p, count in zip(prompts, before, strict=True)]
     given = PaddedIds.of(parts, model.device)
     length = given.ids.shape[1]
-    read_turn(model, cache, given.ids, given.padding, length, -(-length // pieces))
+    read_turn(model, cache, given.ids, given.padding, chunk=-(-length // pieces))
     return CompressedPrompts(tuple(prompts), cache, given)
 
 

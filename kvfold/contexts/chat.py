@@ -20,8 +20,8 @@ from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_answer, without_end
 from kvfold.contexts.document import CompressedDocument
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import settings_of
 from kvfold.generation.length import check_length
+from kvfold.generation.request import settings_of
 from kvfold.hf.arguments import checked_arguments, count_of
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content

@@ -24,15 +24,9 @@ from kvfold.contexts.edits import Mode
 from kvfold.contexts.files.write import save
 from kvfold.contexts.levelled import levelled
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import (
-    Compress,
-    check_compress,
-    read_on,
-    read_per_chunk,
-    read_turn,
-)
 from kvfold.generation.length import check_length, reach
-from kvfold.generation.pieces import piece_of
+from kvfold.generation.reading import read_on, read_per_chunk, read_turn
+from kvfold.generation.request import Compress, check_compress
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, check_same, token_ids
 from kvfold.hf.lookups import check_tokens
@@ -216,9 +210,9 @@ def compress(
     piece = prefill_chunk if compress == "per_chunk" else None
     check_length(model, reach(cache, ids.shape[1], piece), allow_longer)
     if compress == "per_chunk":
-        read_per_chunk(model, cache, ids, None, prefill_chunk)
+        read_per_chunk(model, cache, ids, chunk=prefill_chunk)
     else:
-        read_turn(model, cache, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
+        read_turn(model, cache, ids, chunk=prefill_chunk)
     return Context(model, tokenizer, cache, frame, ids)
 
 
@@ -260,7 +254,7 @@ def compress_each(
     check_length(model, reach(cache, ids.shape[1], None), allow_longer)
     with ExitStack() as reading:
         reading.enter_context(cache.reading())
-        read_on(model, cache, ids, None, piece_of(prefill_chunk, ids.shape[1]))
+        read_on(model, cache, ids, chunk=prefill_chunk)
         for each in budgets[:-1]:
             yield Context(model, tokenizer, cache.to_budget(each), frame, ids)
     yield Context(model, tokenizer, cache, frame, ids)

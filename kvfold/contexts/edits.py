@@ -26,9 +26,8 @@ from kvfold.cache.renumber import Renumbering
 from kvfold.cache.spans import Span, opening_length, span_of
 from kvfold.contexts.document import CompressedDocument
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import read_per_chunk, read_turn
 from kvfold.generation.length import check_length
-from kvfold.generation.pieces import piece_of
+from kvfold.generation.reading import read_per_chunk, read_turn
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import content
@@ -81,7 +80,7 @@ def appended(
     ids = torch.cat([context.ids, new], 1)
     check_length(context.model, ids.shape[1], allow_longer)
     cache = copy.deepcopy(context.cache)
-    read_turn(context.model, cache, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
+    read_turn(context.model, cache, ids, chunk=prefill_chunk)
     return replace(context, cache=cache, ids=ids, level=None)
 
 
@@ -164,9 +163,8 @@ def _reread(
         keep_scores=state.plan.keep_scores,
     )
     fresh.binding.frame = cache.binding.frame
-    model, length = state.rotation.model, ids.shape[1]
     if cache.per_chunk is None:
-        read_turn(model, fresh, ids, None, length, piece_of(chunk, length))
+        read_turn(state.rotation.model, fresh, ids, chunk=chunk)
     else:
-        read_per_chunk(model, fresh, ids, None, cache.per_chunk)
+        read_per_chunk(state.rotation.model, fresh, ids, chunk=cache.per_chunk)
     return fresh

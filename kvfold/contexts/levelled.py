@@ -17,8 +17,7 @@ from kvfold.contexts.chat import Chat
 from kvfold.contexts.document import CompressedDocument
 from kvfold.contexts.files.header import LevelHeader
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import read_turn
-from kvfold.generation.pieces import piece_of
+from kvfold.generation.reading import read_turn
 from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Method, with_part
 from kvfold.methods.level import Level
@@ -53,8 +52,7 @@ def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Docume
         seed=cache.seed,
     )
     made.binding.frame = context.frame
-    ids = context.ids
-    read_turn(context.model, made, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
+    read_turn(context.model, made, context.ids, chunk=prefill_chunk)
     asked = Chat(context).question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)
     own = [count for layer in cache.stats().kept for count in layer[0]]

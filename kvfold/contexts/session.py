@@ -32,9 +32,8 @@ from kvfold.contexts.files.header import SessionHeader
 from kvfold.contexts.files.read import read
 from kvfold.contexts.session_record import Item, Message, SessionRecord, Turn
 from kvfold.errors import BudgetError, ContextFileError, KvfoldError
-from kvfold.generation.generate import read_turn
 from kvfold.generation.length import check_length
-from kvfold.generation.pieces import piece_of
+from kvfold.generation.reading import read_turn
 from kvfold.hf.arguments import checked_arguments, count_of
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
@@ -152,14 +151,7 @@ class Session:
         check_length(self.context.model, length, allow_longer, length - new)
         if new > 1 and self.crowded(new):
             # Generation needs a token to read: the last one comes on top.
-            read_turn(
-                self.context.model,
-                cache,
-                ids[:, :-1],
-                None,
-                length - 1,
-                piece_of(prefill_chunk, length),
-            )
+            read_turn(self.context.model, cache, ids[:, :-1], chunk=prefill_chunk)
             record = replace(record, compactions=record.compactions + 1)
         return Turn(cache, ids, record, answer)
 

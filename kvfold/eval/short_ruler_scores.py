@@ -16,7 +16,8 @@ from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.eval import short_ruler
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
-from kvfold.generation.generate import generate, read_turn
+from kvfold.generation.generate import generate
+from kvfold.generation.reading import read_turn
 from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
 from kvfold.methods.base import Method
 
@@ -90,8 +91,7 @@ def _score(
     document, ids = (x.to(model.device) for x in (document, torch.cat([document, ending], 1)))
     stats = None
     if not trial.question_aware:
-        length = document.shape[1]
-        read_turn(model, cache, document, None, until=length, chunk=length)
+        read_turn(model, cache, document)
         stats = cache.stats()
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     if trial.question_aware:

@@ -16,7 +16,7 @@ from kvfold.errors import KvfoldError
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import check_inputs
 from kvfold.fit.target import scored, target_method
-from kvfold.generation.generate import read_on
+from kvfold.generation.reading import read_on
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.base import Method, parse
@@ -133,7 +133,7 @@ def ranked(
     for state in cache.states:
         state.adopt(replace(state.plan, keep_scores=True))
     with cache.reading():
-        read_on(model, cache, ids, None, ids.shape[1])
+        read_on(model, cache, ids)
     found = []
     for state in cache.states:
         positions = state.positions()

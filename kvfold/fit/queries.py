@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.fit.fitted_file import check_fit_place
-from kvfold.generation.generate import read_on
 from kvfold.generation.length import too_long
+from kvfold.generation.reading import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import caches_latents
 from kvfold.hf.rotation import Rotation
@@ -86,7 +86,7 @@ def layers_read(
     tokens = ids.shape[1]
     cache = CompressedCache(model, f"snapkv:window={tokens}", 1.0)  # it observes all queries
     with cache.reading():
-        read_on(model, cache, ids, None, tokens)
+        read_on(model, cache, ids)
         for state in cache.states:
             attended = state.observers.window.prompt.attended
             assert attended is not None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.observe import observation_of_stored
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import read_on
+from kvfold.generation.reading import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.score.learned import entry_features
@@ -65,7 +65,7 @@ def scored(
     ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
     features, scores = [], []
     with cache.reading():
-        read_on(model, cache, ids, None, ids.shape[1])
+        read_on(model, cache, ids)
         for state in cache.states:
             observation = observation_of_stored(state, unrotated=True)
             scores.append(state.observers[ContextReconstruction].scores[0].float())

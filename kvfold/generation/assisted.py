@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
+from kvfold.hf.recurrent import restarts
+from kvfold.hf.versions import check_assisted
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
@@ -30,8 +33,12 @@ READS_PROMPT = {
 }
 
 
-def check_assistable(cache: CompressedCache, settings: Any) -> None:
-    """Raises KvfoldError for a bounded answer, and for `settings` that read the prompt."""
+def check_assistable(model: PreTrainedModel, cache: CompressedCache, settings: Any) -> None:
+    """Raises KvfoldError for a bounded answer, and for `settings` that read the prompt.
+
+    Also for recurrent layers, and as `check_assisted`.
+    """
+    check_assisted()
     bound = cache.max_cache_tokens
     if bound is not None or cache.method.stages().rounds:
         what = f"max_cache_tokens={bound} bounds the answer"
@@ -46,6 +53,11 @@ def check_assistable(cache: CompressedCache, settings: Any) -> None:
                 f"{name}={given} reads the prompt, of which assisted decoding shows transformers "
                 "the last token only: leave out one of them"
             )
+    if restarts(model):
+        raise KvfoldError(
+            f"recurrent layers of {type(model).__name__} begin anew in a forward of several "
+            "tokens, by which assisted decoding checks its drafts: leave it out"
+        )
 
 
 def after_prompt(options: dict[str, Any], prompt: Tensor, new: int) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import generate, settings_of
+from kvfold.generation.generate import generate
 from kvfold.generation.inputs import BY_IDS, check_embeddings
 from kvfold.generation.length import check_length
+from kvfold.generation.request import settings_of
 from kvfold.hf import attention
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.forward_hooks import preparing

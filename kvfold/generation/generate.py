@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,40 +13,14 @@ from transformers import PreTrainedModel
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History
 from kvfold.errors import KvfoldError
-from kvfold.generation.assisted import ASSISTED, after_prompt, check_assistable
-from kvfold.generation.inputs import (
-    check_given,
-    check_pieces,
-    check_read_ahead,
-    check_settings,
-    check_windows,
-    later_features,
-    leading_padding,
-)
-from kvfold.generation.layerwise import prefill_layerwise
-from kvfold.generation.length import check_prompt
-from kvfold.generation.pieces import (
-    before_padding,
-    check_chunk,
-    check_padding,
-    check_per_chunk,
-    forward_ends,
-    piece_ends,
-    piece_of,
-    without_lone_columns,
-)
-from kvfold.generation.reconstruct import reconstruct
-from kvfold.generation.resume import IdsRead, Resumption, Reuse, past_switch, resumption
-from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
+from kvfold.generation.assisted import after_prompt
+from kvfold.generation.reading import read_per_chunk, read_turn
+from kvfold.generation.request import Compress, How, Request
+from kvfold.generation.resume import IdsRead, Reuse
+from kvfold.generation.static.decode import decode_compiled
 from kvfold.hf.arguments import checked_arguments
-from kvfold.hf.lookups import check_answer, check_tokens
-from kvfold.hf.models import read_tokens, stock_generate
-from kvfold.hf.recurrent import restarts
-from kvfold.hf.stock_layers import has_recurrent
-from kvfold.hf.versions import CACHE, check_assisted
-
-# Time of a prompt's compression
-Compress = Literal["at_end", "per_chunk"]
+from kvfold.hf.models import stock_generate
+from kvfold.hf.versions import CACHE
 
 
 @checked_arguments
@@ -95,287 +69,75 @@ def generate(
     not go with the method or the options. Raises UnsupportedModel where the model would drop the
     cache, or cannot be compiled.
     """
-    check_given(input_ids, cache, attention_mask, options)
-    assert input_ids is not None and cache is not None
-    chunk = piece_of(prefill_chunk, input_ids.shape[1])
-    if attention_mask is None:
-        attention_mask = leading_padding(model, input_ids)
-    check_compress(compress)
-    per_chunk = compress == "per_chunk"
-    check_prompt(model, cache, attention_mask, prefill_chunk if per_chunk else None, allow_longer)
-    if per_chunk:
-        check_per_chunk(cache.method, prefill_chunk)
-    assisted = any(options.get(name) for name in ASSISTED)
-    settings = settings_of(model, options)
-    check_settings(settings, options)
-    check_tokens(model, input_ids)
-    check_answer(model, attention_mask, _new_tokens(settings, input_ids.shape[1]))
-    if compile and assisted:
-        raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
-    if compile:
-        check_compiled(model, cache, options)
-    new = _new_tokens(settings, input_ids.shape[1])
-    resumed = resumption(cache, input_ids, attention_mask, reuse)
-    resumed = past_switch(model, resumed, input_ids.shape[1], new)
-    check_windows(resumed, attention_mask)
-    if assisted:
-        return _assisted(model, input_ids, resumed, attention_mask, chunk, settings, options)
-    rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    stop = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
-    stop = max(stop, before_padding(attention_mask, resumed.seen))
-    check_padding(attention_mask, resumed.seen, stop, chunk, per_chunk)
-    if stop > resumed.seen:
-        check_read_ahead(model, resumed, settings, options, attention_mask[:, resumed.seen : stop])
+    how = How(prefill_chunk, compress, compile, allow_longer, reuse)
+    request = Request.of(model, cache, input_ids, attention_mask, how, options)
+    read = request.cache
     try:
-        with cache.binding.turn(resumed.seen):
-            resumed.go_back()
-            if stop > resumed.seen and per_chunk:
-                read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
-                cache.phase.until = input_ids.shape[1]  # a piece of one token is no decode step
-            elif stop > resumed.seen:
-                ids, total = input_ids[:, :stop], input_ids.shape[1]
-                read_turn(model, cache, ids, attention_mask, total, chunk)
-            if rows > 1 and cache.get_seq_length() > 0:
-                cache.batch_repeat_interleave(rows)
-            with later_features(model, resumed, input_ids, options):
-                noting = IdsRead(cache, input_ids.shape[1], settings)
-                return _decode(model, noting, input_ids, attention_mask, compile, options)
+        with read.binding.turn(request.resumed.seen):
+            request.resumed.go_back()
+            _read_ahead(request)
+            return _assisted(request) if request.assisted else _decode(request)
     finally:
-        cache.phase.until = 0  # else the next prompt would go on where this one failed
+        read.phase.until = 0  # else the next prompt would go on where this one failed
 
 
-def _read_ahead(
-    model: PreTrainedModel,
-    resumed: Resumption,
-    total: int,
-    new: int,
-    chunk: int,
-    rows: int,
-    per_chunk: bool,
-) -> int:
-    """The columns to read before `model.generate` reads the rest.
-
-    `new` tokens are generated at most, in `rows` rows of each prompt (beams, or answers).
-    """
-    cache, seen = resumed.cache, resumed.seen
-    stop = seen
-    if resumed.own_forwards:
-        stop = total - 1
-        check_pieces(cache.method, chunk, stop)
-    elif cache.binding.rope is not None and cache.binding.rope.switch_before(total + new) > seen:
-        stop = total - 1  # else `generate` would drop the cache, or mix frequencies
-    elif restarts(model) and (seen > 0 or chunk < total):
-        stop = total - 1  # token by token
-    elif per_chunk:
-        stop = [seen, *piece_ends(seen, total, chunk)][-2]
-    elif chunk < total - seen:
-        stop = total - chunk
-    elif rows > 1 and seen > 0:
-        # Rows are multiplied after reading all but the last token, so that this is read once.
-        stop = total - 1
-    return stop
+def _read_ahead(request: Request) -> None:
+    """Reads the prompt but for what `model.generate` reads, once for all rows of a prompt."""
+    model, cache, mask, how = request.model, request.cache, request.mask, request.how
+    ids, total = request.input_ids[:, : request.stop], request.input_ids.shape[1]
+    if request.stop > request.resumed.seen and how.per_chunk:
+        read_per_chunk(model, cache, ids, mask, how.prefill_chunk)
+        cache.phase.until = total  # a piece of one token is no decode step
+    elif request.stop > request.resumed.seen:
+        until = request.stop if request.assisted else total
+        read_turn(model, cache, ids, mask, until, how.prefill_chunk)
+    if request.rows > 1 and cache.get_seq_length() > 0:
+        cache.batch_repeat_interleave(request.rows)
 
 
-def _decode(
-    model: PreTrainedModel,
-    noting: IdsRead,
-    input_ids: Tensor,
-    mask: Tensor,
-    compile: bool,
-    options: dict[str, Any],
-) -> Any:
+def _decode(request: Request) -> Any:
     """`model.generate` for the rest of the prompt and the new tokens."""
-    cache, processors = noting.cache, [noting, *(options.get("logits_processor") or [])]
+    cache, options = request.cache, request.options
+    noting = IdsRead(cache, request.input_ids.shape[1], request.settings)
+    processors = [noting, *(options.get("logits_processor") or [])]
     options = options | {"logits_processor": processors}
+    generate = partial(decode_compiled, request.new) if request.how.compile else stock_generate
     cache.cannot_be_dropped = True
     try:
-        if compile:
-            return decode_compiled(model, cache, input_ids, mask, options)
-        return stock_generate(
-            model, input_ids=input_ids, attention_mask=mask, **{CACHE: cache}, **options
+        return generate(
+            request.model,
+            input_ids=request.input_ids,
+            attention_mask=request.mask,
+            **{CACHE: cache},
+            **options,
         )
+    except ValueError as error:
+        if not request.features:
+            raise
+        raise KvfoldError(
+            f"{request.features}: {error}. A later turn takes what belongs to its own tokens: "
+            "leave out what has been read"
+        ) from error
     finally:
         cache.cannot_be_dropped, cache.phase.ended = False, None
         cache.phase.history = cache.phase.history.compact()
 
 
-def read_turn(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    until: int,
-    chunk: int,
-) -> None:
-    """Reads the unseen part of `input_ids [B, N]`, a prefill that ends at `until` columns.
-
-    A method with a reconstruction runs it at the end of `input_ids`, and ends the prefill there.
-    """
-    seen, stop = cache.get_seq_length(), input_ids.shape[1]
-    if cache.method.stages().token_pruning is not None and seen == 0:
-        check_pieces(cache.method, chunk, stop)
-        prefill_layerwise(model, cache, input_ids, None if mask is None else mask[:, :stop])
-        cache.phase.history = History(input_ids).compact()
-        return
-    if cache.reconstruction is None:
-        with cache.reading(until=until):
-            _read(model, input_ids, cache, mask, seen, stop, chunk)
-        return
-    with cache.reading():
-        read_on(model, cache, input_ids, mask, chunk)
-
-
-def read_on(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    chunk: int,
-) -> None:
-    """Reads the unseen part of `input_ids [B, N]`, inside a `reading()` block that ends it later.
-
-    Runs the method's reconstruction, if it has one.
-    """
-    stop = input_ids.shape[1]
-    _read(model, input_ids, cache, mask, cache.get_seq_length(), stop, chunk)
-    if cache.reconstruction is not None:
-        reconstruct(model, cache, input_ids, None if mask is None else mask[:, :stop])
-
-
-def read_per_chunk(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    chunk: int | None,
-) -> None:
-    """Reads the unseen part of `input_ids [B, N]`, and compresses after each piece.
-
-    Pieces are of equal length, and of at most `chunk` tokens. Raises KvfoldError for methods that
-    must see a prompt as a whole.
-    """
-    chunk = check_per_chunk(cache.method, chunk)
-    start, total = cache.get_seq_length(), input_ids.shape[1]
-    ends = _behind_switch(cache, start, total, piece_ends(start, total, chunk))
-    for begin, end in pairwise([start, *ends]):
-        _forward_ends(model, cache, mask, begin, end, chunk)  # raises before anything is read
-    for end in ends:
-        with cache.reading(until=end):
-            _read(model, input_ids, cache, mask, start, end, chunk)
-        start = end
-    cache.per_chunk = chunk
-
-
-def _read(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    cache: CompressedCache,
-    mask: Tensor | None,
-    start: int,
-    stop: int,
-    chunk: int,
-) -> None:
-    """Fills the cache with columns `start` to `stop`, at most `chunk` at a time.
-
-    Raises KvfoldError as `_forward_ends`, before anything is read.
-    """
-    ends = _forward_ends(model, cache, mask, start, stop, chunk)
-    for begin, end in pairwise([start, *ends]):
-        covered = None if mask is None else mask[:, :end]
-        padded = covered if covered is not None and bool((covered == 0).any()) else None
-        read_tokens(model, input_ids[:, begin:end], cache, padded)
-
-
-def _forward_ends(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    mask: Tensor | None,
-    start: int,
-    stop: int,
-    chunk: int,
-) -> list[int]:
-    """Ends of the forwards that read columns `start` to `stop`, at most `chunk` at a time.
-
-    Raises KvfoldError for padding where tokens are read one by one, and as `without_lone_columns`
-    where layers are recurrent.
-    """
-    check_chunk(chunk)
-    ends = _behind_switch(cache, start, stop, forward_ends(mask, start, stop, chunk))
-    if mask is None or not has_recurrent(cache.layers):
-        return ends
-    one_by_one = start or chunk
-    if restarts(model) and not bool(mask[:, one_by_one:stop].all()):
-        raise KvfoldError(
-            f"{type(model).__name__} reads token by token after the first piece, and would not "
-            "skip padding there: leave out prefill_chunk="
+def _assisted(request: Request) -> Any:
+    """Lets the assistant work on the frozen cache, which has read all but the last token."""
+    model, cache, ids = request.model, request.cache, request.input_ids
+    last = ids.shape[1] - 1
+    options = after_prompt(request.options, ids[:, :last], request.new)
+    with cache.frozen():
+        out = stock_generate(
+            model,
+            input_ids=ids[:, -1:],
+            attention_mask=request.mask,
+            **{CACHE: cache},
+            **options,
         )
-    return without_lone_columns(ends, mask, start)
-
-
-def _behind_switch(cache: CompressedCache, start: int, stop: int, ends: list[int]) -> list[int]:
-    """Ends of pieces of a text that begins anew, the first of them behind where RoPE changes."""
-    rope = cache.binding.rope
-    switch = 0 if rope is None or start else rope.switch_before(stop)
-    return [end for end in ends if end > switch]
-
-
-def check_compress(when: str) -> None:
-    """Raises KvfoldError for a time of compression that there is not."""
-    if when not in get_args(Compress):
-        raise KvfoldError(f'compress is "at_end" or "per_chunk", not {when!r}')
-
-
-def settings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
-    """The generation settings that this call will run under; the model's where none is given."""
-    base = options.get("generation_config") or model.generation_config
-    given = {name: value for name, value in base.to_dict().items() if value is not None}
-    named = {name: value for name, value in options.items() if name in base.to_dict()}
-    return type(base).from_dict(model.generation_config.to_dict() | given | named)
-
-
-def _new_tokens(settings: Any, total: int) -> int:
-    """Most tokens that `generate` may produce after a prompt of `total`."""
-    if settings.max_new_tokens is not None:
-        return int(settings.max_new_tokens)
-    return NEW_TOKENS if settings.max_length is None else max(0, int(settings.max_length) - total)
-
-
-def _assisted(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    resumed: Resumption,
-    mask: Tensor,
-    chunk: int,
-    settings: Any,
-    options: dict[str, Any],
-) -> Any:
-    """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
-    cache, last = resumed.cache, input_ids.shape[1] - 1
-    check_assisted()
-    check_assistable(cache, settings)
-    if restarts(model):
-        raise KvfoldError(
-            f"recurrent layers of {type(model).__name__} begin anew in a forward of several "
-            "tokens, by which assisted decoding checks its drafts: leave it out"
-        )
-    check_read_ahead(model, resumed, settings, options, mask[:, resumed.seen : last])
-    check_padding(mask, resumed.seen, last, chunk)
-    if resumed.own_forwards:
-        check_pieces(cache.method, chunk, last)
-    with cache.binding.turn(resumed.seen):
-        resumed.go_back()
-        read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
-        options = after_prompt(options, input_ids[:, :last], _new_tokens(settings, last + 1))
-        with cache.frozen():
-            out = stock_generate(
-                model,
-                input_ids=input_ids[:, -1:],
-                attention_mask=mask,
-                **{CACHE: cache},
-                **options,
-            )
     new = out if isinstance(out, Tensor) else out.sequences
-    whole = torch.cat([input_ids[:, :-1], new], 1)
+    whole = torch.cat([ids[:, :-1], new], 1)
     cache.phase.history = History(whole[:, : cache.get_seq_length()]).compact()
     if isinstance(out, Tensor):
         return whole

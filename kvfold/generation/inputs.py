@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from kvfold.generation.resume import Resumption
 from kvfold.hf import rope_deltas
 from kvfold.hf.adapters import OF_A_FORWARD, unwrapped
 from kvfold.hf.arguments import count_of
-from kvfold.methods.base import Method
 
 # Caches that a generation configuration may ask for, and transformers then makes none of.
 IGNORED_CACHES = (None, "hybrid")
@@ -92,33 +90,23 @@ def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:
         raise KvfoldError(f"{reason}, which inputs_embeds= lacks: give input_ids")
 
 
-@contextmanager
 def later_features(
     model: Any, resumed: Resumption, input_ids: Tensor, options: dict[str, Any]
-) -> Iterator[None]:
-    """A block that reads a later turn; KvfoldError for images or sound that do not belong to it."""
+) -> str:
+    """Names of images or sound of a later turn; KvfoldError where the model counts earlier ones."""
     given = [
         name
         for name in (_of_forward(model, options) if resumed.seen else ())
         if name != "position_ids" and getattr(options[name], "shape", ())[:2] != input_ids.shape
     ]
-    if not given:
-        yield
-        return
     named = ", ".join(given)
-    if rope_deltas.holders(model):
+    if given and rope_deltas.holders(model):
         raise KvfoldError(
             f"{named}: {type(model).__name__} counts positions from all images of a conversation, "
             "which a later turn does not hold: read the whole conversation into a fresh cache, or "
             "leave out what has been read"
         )
-    try:
-        yield
-    except ValueError as error:
-        raise KvfoldError(
-            f"{named}: {error}. A later turn takes what belongs to its own tokens: leave out what "
-            "has been read"
-        ) from error
+    return named
 
 
 def check_read_ahead(
@@ -179,12 +167,6 @@ def check_settings(settings: Any, options: dict[str, Any]) -> None:
             f"the generation configuration sets {', '.join(found)}, which kvfold.generate does not "
             "follow: set it to None there (model.generation_config)"
         )
-
-
-def check_pieces(method: Method, chunk: int, tokens: int) -> None:
-    """Raises KvfoldError if a first prompt of `tokens` cannot be read in pieces of `chunk`."""
-    if method.stages().token_pruning is not None and chunk < tokens:
-        raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
 
 
 def leading_padding(model: Any, input_ids: Tensor) -> Tensor:

@@ -7,9 +7,13 @@ from itertools import pairwise
 from numbers import Integral
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvfold.attention.padding import ON_THE_LEFT
+from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
+from kvfold.hf.recurrent import restarts
+from kvfold.hf.stock_layers import has_recurrent
 from kvfold.methods.base import Method
 from kvfold.methods.stages.when import Once
 from kvfold.observers.reconstruction import ContextReconstruction
@@ -66,6 +70,38 @@ def forward_ends(mask: Tensor | None, start: int, stop: int, chunk: int) -> list
     """Ends of the forwards that read columns `start` to `stop`, of at most `chunk` tokens each."""
     first = start if mask is None else before_padding(mask[:, :stop], start)
     return [*range(start, first, chunk), *range(first, stop, chunk), stop][1:]
+
+
+def forwards_of(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    mask: Tensor | None,
+    start: int,
+    stop: int,
+    chunk: int,
+) -> list[int]:
+    """Ends of the forwards that read columns `start` to `stop`, at most `chunk` at a time.
+
+    Raises KvfoldError for padding where tokens are read one by one, and as `without_lone_columns`
+    where layers are recurrent.
+    """
+    ends = behind_switch(cache, start, stop, forward_ends(mask, start, stop, chunk))
+    if mask is None or not has_recurrent(cache.layers):
+        return ends
+    one_by_one = start or chunk
+    if restarts(model) and not bool(mask[:, one_by_one:stop].all()):
+        raise KvfoldError(
+            f"{type(model).__name__} reads token by token after the first piece, and would not "
+            "skip padding there: leave out prefill_chunk="
+        )
+    return without_lone_columns(ends, mask, start)
+
+
+def behind_switch(cache: CompressedCache, start: int, stop: int, ends: list[int]) -> list[int]:
+    """Ends of pieces of a text that begins anew, the first of them behind where RoPE changes."""
+    rope = cache.binding.rope
+    switch = 0 if rope is None or start else rope.switch_before(stop)
+    return [end for end in ends if end > switch]
 
 
 def without_lone_columns(ends: list[int], mask: Tensor, start: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from kvfold.inspect.downsample import membership
 from kvfold.kernels.query_blocks import AttentionBlocks
 from kvfold.methods.base import Measured, Method, Stages
@@ -84,8 +84,7 @@ def watch_attention(
     cache = CompressedCache(model, _ObserveAll(input_ids.shape[1], see))
     own = [(i, layer) for i, layer in enumerate(cache.layers) if layer in cache.compressed_layers]
     indices = [index for index, _ in own]
-    length = input_ids.shape[1]
-    read_turn(model, cache, input_ids, None, until=length, chunk=length)
+    read_turn(model, cache, input_ids)
     return found
 
 

@@ -25,7 +25,7 @@ from kvfold.contexts.files.read import check_model, keeps_scores
 from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import Compress
+from kvfold.generation.request import Compress
 from kvfold.hf.fitted_numbers import digest_of_file
 from kvfold.hf.identity import check_identifiable
 from kvfold.hf.template_arguments import date_told

@@ -16,8 +16,11 @@ from torch import Tensor
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.native.library import library
 from kvfold.kernels.swapped_qk import COLUMNS
+from kvfold.kernels.views import OTHER, Form, RaggedView
 
 Path = Literal["triton", "varlen", "flash", "native", "torch"]
+# Ways of attention to segments, each a module of `kernels/segments/`.
+SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "rows"]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
@@ -35,6 +38,36 @@ def triton_available(tensor: Tensor) -> bool:
 def varlen_available(tensor: Tensor) -> bool:
     """True if torch's `varlen_attn` supports grouped queries and takes such tensors."""
     return _on_gpu_in_half(tensor) and _varlen_groups()
+
+
+def segments_path(
+    query: Tensor, stored: RaggedView, *, masked: bool, **options: Unpack[LogitOptions]
+) -> SegmentPath:
+    """Path for `query [B, Hq, S, D]` over segments; `masked`: more than causality hides entries."""
+    if masked or query.shape[2] > 1:
+        return "blocks"
+    keys, values, unbiased = stored.keys, stored.values, stored.bias is None
+    form: Form = getattr(keys.encoded, "form", OTHER)
+    of_values: Form = getattr(values.encoded, "form", OTHER)
+    kind = form.kind if form.kind == of_values.kind else "other"
+    softcap, size = options.get("softcap"), values.tail.shape[-1]
+    plain = softcap is None and options.get("sink_logits") is None
+    newest = max(keys.gaps) < keys.tail.shape[2]  # each segment has raw entries, too
+    if kind == "raw" and newest:
+        if unbiased and rows_path(query, values.tail, softcap=softcap) != "torch":
+            return "rows"
+        if plain and query.shape[-1] == size and query.device.type == "cpu":
+            return "each"
+    elif kind == "packed" and unbiased:
+        path = packed_path(query, value_size=size)
+        in_cpp = path == "native" and form == of_values and form.detail in KNOWN
+        if path == "triton" or in_cpp:
+            return "packed"
+    elif kind == "per token" and unbiased and newest and form == of_values:
+        path = packed_path(query, value_size=size)
+        if path != "torch" and keys.gaps == values.gaps:
+            return "per token"
+    return "even" if plain and keys.even and values.even else "blocks"
 
 
 def rows_path(query: Tensor, values: Tensor, *, softcap: float | None) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.kernels.dispatch import pack_path
-from kvfold.kernels.views import Flat, Named, PartView
+from kvfold.kernels.views import Flat, Form, Named, PartView
 
 
 def quantize(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +152,11 @@ class _Packed:
     def at(self, places: Tensor) -> Tensor:
         """Dequantized entries `[n, D]` at `places [n]` among those of all segments."""
         raise NotImplementedError
+
+    @cached_property
+    def form(self) -> Form:
+        """For kernels: minima have the dtype of scales."""
+        return Form("packed", self.scale.rows.dtype)
 
     @cached_property
     def last_places(self) -> dict[object, tuple[Tensor, Tensor, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -27,7 +28,7 @@ from kvfold.kernels.codebook import (
 )
 from kvfold.kernels.key_means import KeyMeans
 from kvfold.kernels.mean_rotation import Rotate
-from kvfold.kernels.views import Flat, Named
+from kvfold.kernels.views import OTHER, Flat, Form, Named
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -109,6 +110,12 @@ class PerTokenEncoded:
     def even(self) -> bool:
         """True if all segments have equally many whole entries, and equally many quantized."""
         return len(set(self.whole.lengths)) == len(set(self.codes.lengths)) == 1
+
+    @cached_property
+    def form(self) -> Form:
+        """For kernels, which take equally many whole entries in each segment."""
+        counts = set(self.whole.lengths)
+        return Form("per token", counts.pop()) if len(counts) == 1 else OTHER
 
     @property
     def size(self) -> int:
@@ -221,6 +228,11 @@ class RotatedKeys(PerTokenEncoded):
 
     numbers: ClassVar[int] = 1
     means: KeyMeans | None = None
+
+    @cached_property
+    def form(self) -> Form:
+        """That of keys beside means is unknown to kernels, which do not add them."""
+        return super().form if self.means is None else OTHER
 
     @classmethod
     def of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,10 +24,24 @@ BLOCK = 16
 Named = dict[str, list[Tensor]]
 
 
+class Form(NamedTuple):
+    """What a kernel that reads entries as they are encoded must know of them.
+
+    `detail`: the dtype of what stands beside packed codes, or the whole entries of each segment
+    where others were quantized one by one.
+    """
+
+    kind: Literal["raw", "packed", "per token", "other"]
+    detail: torch.dtype | int | None = None
+
+
+OTHER = Form("other")
+
+
 class Encoded(Protocol):
     """Keys or values of several segments, raw or encoded; a segment is a row's KV head.
 
-    Immutable: `extended` and `select` return new ones.
+    Immutable: `extended` and `select` return new ones. Those that kernels read have a `form`.
     """
 
     @property
@@ -62,6 +76,7 @@ class Encoded(Protocol):
 class Flat:
     """Raw entries `rows [sum of lengths, …]`, one segment after the other."""
 
+    form: ClassVar[Form] = Form("raw")
     rows: Tensor
     lengths: list[int]
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from tests.helpers.budgets import (
     compressed,
     moves,

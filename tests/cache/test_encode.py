@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 import kvfold
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.views import Encoded, PartView, RaggedView
 from tests.helpers import truth as masked_dense

@@ -16,7 +16,7 @@ from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.measure import Attack, PromptMeasurements, kept_of_spans, memory
 from kvfold.checks.reading import PromptReading, read_full, reading_order
 from kvfold.checks.records import CheckStore
-from kvfold.generation.generate import read_on
+from kvfold.generation.reading import read_on
 from tests.helpers.models import build, prompts
 from tests.helpers.scorers import zap_of
 from tests.helpers.truth import MaskedDense, Reader, stock_cache

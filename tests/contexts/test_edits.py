@@ -12,7 +12,7 @@ import torch
 import kvfold
 from kvfold import Context, KvfoldError
 from kvfold.contexts.edits import opening_of
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from tests.helpers.caches import bits, positions
 from tests.helpers.chats import compressed
 from tests.helpers.contexts import KIVI, new_model

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from kvfold.hf import versions
 from tests.helpers.budgets import (
     COMPRESSING,

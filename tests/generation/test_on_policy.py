@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import kvfold
 from kvfold import CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel, parse
 from kvfold.contexts.context import compress_each
-from kvfold.generation.generate import read_on
+from kvfold.generation.reading import read_on
 from kvfold.hf.decoder_layers import DecoderLayers
 from kvfold.observers.references import ReferencesNeed
 from tests.helpers.caches import positions

@@ -13,7 +13,6 @@ from transformers import DynamicCache, NemotronHConfig, NemotronHForCausalLM
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
-from kvfold.generation import generate as generation
 from kvfold.generation.pieces import (
     before_padding,
     check_padding,
@@ -22,6 +21,7 @@ from kvfold.generation.pieces import (
     piece_of,
     without_lone_columns,
 )
+from kvfold.generation.readers import plain
 from tests.helpers.models import build, prompts, sharpen
 from tests.helpers.truth import worst
 
@@ -137,13 +137,13 @@ def test_padding_behind_tokens_of_one_forward_is_refused(data):
 def test_prompts_are_read_in_these_forwards(monkeypatch, compress):
     model, ids = build("llama"), prompts((30,))[0]
     read, cache = [], kvfold.CompressedCache(model, "full")
-    reading = generation.read_tokens
+    reading = plain.read_tokens
 
     def noted(model, ids, cache, mask):
         reading(model, ids, cache, mask)
         read.append(cache.get_seq_length())
 
-    monkeypatch.setattr(generation, "read_tokens", noted)
+    monkeypatch.setattr(plain, "read_tokens", noted)
     options = {"max_new_tokens": 1, "prefill_chunk": 8, "compress": compress}
     kvfold.generate(model, ids, cache=cache, **options)
     # The rest is read by transformers.

@@ -6,7 +6,7 @@ import torch
 
 import kvfold
 from kvfold.cache.state import LayerState
-from kvfold.generation.generate import read_per_chunk
+from kvfold.generation.reading import read_per_chunk
 from kvfold.methods.base import Across
 from kvfold.methods.stages.when import Once
 from tests.helpers.budgets import COMPRESSING, needs_driver, reads_logits

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which path a call takes, on a CPU and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvfold.kernels import dispatch
+from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.kernels.ragged import PATHS
+from kvfold.kernels.views import Flat, PartView, RaggedView
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("interpreter", "poison")
@@ -67,3 +73,107 @@ def test_paths_on_a_gpu(monkeypatch):
     assert dispatch.columns_path(query, rows, **columns, squares=True) == "torch"
     large = OnGpu(1, 8, 1, 256)
     assert dispatch.columns_path(large, OnGpu(9, 256), **columns, squares=False) == "torch"
+
+
+SCALE = {"scale": 0.25}
+
+
+def segments(of_keys, of_values, *, tails=(3, 3), size=16, dtype=torch.float32):
+    """Two segments of entries encoded by `of_keys` and `of_values`, behind raw tails."""
+
+    def part(encode, size):
+        tail = torch.zeros(1, 2, max(*tails, 1), size, dtype=dtype)
+        return PartView(encode, tail, tuple(tail.shape[2] - n for n in tails))
+
+    return RaggedView(part(of_keys, 16), part(of_values, size), 1)
+
+
+def raw(lengths=(16, 32), size=16, dtype=torch.float32):
+    return Flat.of([torch.zeros(n, size, dtype=dtype) for n in lengths])
+
+
+def packed(lengths=(16, 32), dtype=torch.float32):
+    rows = [torch.zeros(n, 16, dtype=dtype) for n in lengths]
+    return PackedKeys.of(rows, 4, 16), PackedValues.of(rows, 4, 16)
+
+
+def per_token(sinks=(1, 1), of_values=None, means=None):
+    rows = [torch.ones(n, 16) for n in (16, 32)]
+    keys = RotatedKeys.of(rows, 4, True, list(sinks))
+    values = TokenValues.of(rows, 4, list(of_values or sinks))
+    return replace(keys, means=means), values
+
+
+@pytest.fixture
+def on_cpu(interpreter, monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "library", object)
+
+
+def path(stored, queries=1, masked=False, dtype=torch.float32, **options):
+    query = torch.zeros(1, 4, queries, 16, dtype=dtype)
+    return dispatch.segments_path(query, stored, masked=masked, **SCALE, **options)
+
+
+SINKS = {"sink_logits": torch.zeros(4)}
+ALIKE = {"lengths": (16, 16)}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("chosen", "stored", "call"),
+    [
+        ("each", segments(raw(), raw()), {}),
+        ("each", segments(raw(), raw(), tails=(1, 3)), {}),
+        ("each", segments(raw(dtype=torch.float64), raw(dtype=torch.float64)), {}),
+        ("each", replace(segments(raw(), raw()), bias=segments(raw(), raw()).keys), {}),
+        ("blocks", segments(raw(), raw(), tails=(0, 3)), {}),
+        ("blocks", segments(raw(), raw()), {"masked": True}),
+        ("blocks", segments(raw(), raw()), {"queries": 2}),
+        ("blocks", segments(raw(), raw()), {"softcap": 30.0}),
+        ("blocks", segments(raw(), raw()), SINKS),
+        ("blocks", segments(raw(), raw(size=8), size=8), {}),
+        ("even", segments(raw((16, 16)), raw((16, 16), 8), size=8), {}),
+        ("even", segments(raw((16, 16)), raw((16, 16)), tails=(0, 0)), {}),
+        ("even", segments(None, None), {}),
+        ("blocks", segments(None, None, tails=(2, 3)), {}),
+        ("blocks", segments(None, None), {"softcap": 30.0}),
+        ("packed", segments(*packed()), {}),
+        ("packed", segments(*packed(), tails=(0, 2)), {"softcap": 30.0} | SINKS),
+        ("blocks", segments(*packed()), {"dtype": torch.float64}),
+        ("even", segments(*packed((16, 16))), {"dtype": torch.float64}),
+        ("blocks", segments(*packed(dtype=torch.float64)), {}),
+        ("blocks", segments(packed()[0], packed(dtype=torch.bfloat16)[1]), {}),
+        ("blocks", segments(packed()[0], raw()), {}),
+        ("blocks", replace(segments(*packed()), bias=segments(raw(), raw()).keys), {}),
+        ("per token", segments(*per_token()), {}),
+        ("per token", segments(*per_token((0, 0)), tails=(1, 2)), {"softcap": 30.0} | SINKS),
+        ("blocks", segments(*per_token((1, 2))), {}),
+        ("blocks", segments(*per_token((1, 1), (2, 2))), {}),
+        ("blocks", segments(*per_token(means=object())), {}),
+        ("blocks", segments(*per_token(), tails=(0, 3)), {}),
+        ("blocks", segments(*per_token()), {"dtype": torch.float64}),
+    ],
+)
+def test_paths_of_a_call_over_segments(chosen, stored, call):
+    assert path(stored, **call) == chosen and chosen in PATHS
+
+
+@pytest.mark.parametrize("kernels", ["triton", "varlen"])
+def test_raw_segments_go_to_one_launch_where_a_kernel_takes_them(kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: kernels)
+    stored = segments(raw(), raw())
+    assert path(stored) == "rows"
+    assert path(stored, masked=True) == path(stored, queries=2) == "blocks"
+    assert path(replace(stored, bias=stored.keys)) == "each"
+    assert path(segments(raw(), raw(), tails=(0, 3))) == "blocks"
+
+
+def test_packed_entries_of_two_dtypes_are_for_triton_alone(monkeypatch):
+    stored = segments(packed()[0], packed(dtype=torch.bfloat16)[1])
+    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: "triton")
+    assert path(stored) == "packed"
+    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: "native")
+    assert path(stored) == "blocks"
+    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: "torch")
+    assert path(segments(*packed())) == path(segments(*per_token())) == "blocks"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import kvfold
-from kvfold.kernels import ragged as kernel
-from kvfold.kernels import varlen
+from kvfold.kernels import dispatch, ragged, varlen
 from kvfold.kernels.native.library import library
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
-from kvfold.kernels.ragged import QUERIES, attend_to_segments
+from kvfold.kernels.ragged import attend_to_segments
+from kvfold.kernels.segments.blocks import QUERIES
 from kvfold.kernels.views import BLOCK, Encoded, Flat, PartView, RaggedView
 from tests.helpers.caches import same
 from tests.helpers.gpu_stand_ins import varlen_stand_in
@@ -147,8 +147,8 @@ def test_entries_with_a_bias_reach_no_kernel_that_knows_none(path, monkeypatch):
         called.append(path)
         return torch.zeros_like(query)
 
-    monkeypatch.setattr(kernel, "rows_path", lambda *args, **options: path)
-    monkeypatch.setattr(kernel, "_one_step_of_rows", kernel_for_plain_entries)
+    monkeypatch.setattr(dispatch, "rows_path", lambda *args, **options: path)
+    monkeypatch.setitem(ragged.PATHS, "rows", kernel_for_plain_entries)
     attend_to_segments(query, held, None, scale=SCALE)
     assert called == [path]
     biases = [noise(len(rows), 1, seed=i, dtype=torch.float32) for i, rows in enumerate(keys)]
@@ -213,8 +213,8 @@ def unpacking_nothing(request, monkeypatch):
         request.getfixturevalue("interpreted")
     elif library() is None:
         pytest.skip("no C++ compiler")
-    for elsewhere in ("_in_blocks", "_one_step_even"):
-        monkeypatch.setattr(kernel, elsewhere, None)
+    for elsewhere in ("blocks", "even"):
+        monkeypatch.delitem(ragged.PATHS, elsewhere)
 
 
 @GROUPS
@@ -223,10 +223,10 @@ def unpacking_nothing(request, monkeypatch):
 @pytest.mark.parametrize("path", ["native", "torch"])
 def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, path, monkeypatch):
     """Packed keys and values, each with an end of its own, or none encoded yet."""
-    monkeypatch.setattr(kernel, "_in_blocks", None)
+    monkeypatch.delitem(ragged.PATHS, "blocks")
     if path == "native" and library() is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(kernel, "packed_path", lambda *_, **__: path)
+    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: path)
     query = noise(BATCH, HEADS * groups, 1, 16, seed=99, dtype=dtype)
     whole, parts = [], []
     for packed, count, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
@@ -350,7 +350,7 @@ def test_a_step_on_a_gpu_is_that_of_dense_entries(new, options, path, monkeypatc
     if path == "triton":
         request.getfixturevalue("interpreted")
     else:
-        monkeypatch.setattr(kernel, "rows_path", lambda *_, **__: "varlen")
+        monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: "varlen")
         monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in)
     query = noise(BATCH, HEADS * 4, 1, SIZE, seed=99, dtype=torch.float32)
     keys, values, segments = stored(OLD, new, torch.float32)

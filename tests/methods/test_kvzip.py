@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.bundled import FOLDER
-from kvfold.generation.generate import read_on
+from kvfold.generation.reading import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS
 from kvfold.observers.reconstruction import ContextReconstruction

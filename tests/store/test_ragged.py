@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from kvfold.kernels.views import BLOCK
 from tests.helpers.budgets import compressed
 from tests.helpers.caches import bits, counted_bytes, positions, reachable_bytes, same

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Method
 from kvfold.methods.stages.when import Once
@@ -92,7 +92,7 @@ def log_probs(
 def prefill(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
     """Prefill of a new cache with `ids [1, N]`, compressed; no effect if N is 0."""
     if ids.shape[1] > 0:
-        read_turn(model, cache, ids, None, ids.shape[1], ids.shape[1])
+        read_turn(model, cache, ids)
 
 
 def check_evicts_while_streaming(method: Method, budget: Budget | None) -> None:

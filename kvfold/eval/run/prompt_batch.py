@@ -18,7 +18,8 @@ from kvfold.contexts.answer import GREEDY, AnswerStream, NumbersOnly, Reply, end
 from kvfold.contexts.chat import discard
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.tasks import Question
-from kvfold.generation.generate import generate, read_on
+from kvfold.generation.generate import generate
+from kvfold.generation.reading import read_on
 from kvfold.measure.cost import Cost, ForwardCost
 
 
@@ -114,8 +115,7 @@ def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBat
     Before a reconstruction all but the last token are read, and the batch is returned as it is.
     """
     if cache.reconstruction is not None:
-        mask = None if batch.padding is None else batch.padding[:, :-1]
-        read_on(model, cache, batch.ids[:, :-1], mask, batch.ids.shape[1])
+        read_on(model, cache, batch.ids[:, :-1], batch.padding)
         return batch
     ids = _generate(model, cache, batch, 1, [], begins=True)
     return batch.followed_by(ids[:, -1:])

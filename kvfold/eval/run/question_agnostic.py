@@ -28,7 +28,7 @@ from kvfold.eval.run.prompt_batch import PromptBatch, limits_of, replies
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
 from kvfold.eval.tasks import Task
-from kvfold.generation.generate import read_on, read_turn
+from kvfold.generation.reading import read_on, read_turn
 from kvfold.measure.clock import synchronize
 from kvfold.measure.cost import Cost, ForwardCost, measured
 from kvfold.methods.base import parse
@@ -49,7 +49,7 @@ def _compressed(
     """Every cell's compressed contexts, from shared readings where that is exact."""
 
     def read(cache: CompressedCache) -> PromptBatch:
-        read_on(model, cache, batch.ids, batch.padding, batch.ids.shape[1])
+        read_on(model, cache, batch.ids, batch.padding)
         return batch
 
     shared = [cell for cell in cells if reads_for_others(model, parse(cell.method))]
@@ -62,9 +62,9 @@ def _read_alone(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> C
     """A cell's contexts from a reading of its own."""
     try:
         check_reusable(parse(cell.method))
-        cache, length = new_cache(model, batch, cell), batch.ids.shape[1]
+        cache = new_cache(model, batch, cell)
         with measured(model.device) as cost:
-            read_turn(model, cache, batch.ids, batch.padding, length, length)
+            read_turn(model, cache, batch.ids, batch.padding)
         return Compressed(cell, cache, batch, cost)
     except Exception as problem:
         return Compressed(cell, problem.with_traceback(None), batch)

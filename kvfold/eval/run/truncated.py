@@ -10,7 +10,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.sample_result import SampleOutcome
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 
 
 def context_room(model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, aware: bool) -> int:
@@ -20,7 +20,7 @@ def context_room(model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, a
     budget = Budget.of(cell.budget)
     if budget.kind == "bytes":
         cache = CompressedCache(model, FULL)
-        read_turn(model, cache, prompt.ids[:, :1].to(model.device), None, 1, 1)
+        read_turn(model, cache, prompt.ids[:, :1].to(model.device))
         return int(budget.amount) // cache.stats().nbytes_full - asked
     return budget.per_layer(prompt.ids.shape[1] + asked, 1, 1, 1, 1) - asked
 

@@ -137,17 +137,10 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def decode_compiled(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    options: dict[str, Any],
-) -> Any:
-    """`model.generate` with one graph, without breaks, for all decode steps.
+def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
+    """`model.generate` of at most `new` tokens, by one graph without breaks for all decode steps.
 
-    Arguments and result are those of `kvfold.generate`; at least the last token of `input_ids` is
-    still to be read. Layers by kind:
+    At least the last token of `input_ids` is still to be read. Layers by kind:
 
     - Dense, nothing evicted: room for all new tokens; unused room is given back.
     - Dense, evicting at every step: room for some tokens; kept entries move together when it is
@@ -158,24 +151,20 @@ def decode_compiled(
     method that evicts; the number of kept entries needs none. A `compile_config` among the options
     replaces transformers' default, which on a GPU means CUDA graphs; that was not run.
     """
-    options = dict(options)
-    config = compile_config(_chosen(model, options, "compile_config"))
-    room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
-    cache.binding.check_length(input_ids.shape[1] + room)
-    handed = GraphCache(cache, room)
+    cache: CompressedCache = options[CACHE]
+    handed = GraphCache(cache, room=max(0, new - 1))
     # Behind the one that notes which rows have ended, before the caller's, which may fail.
-    processors = [*(options.pop("logits_processor", None) or [])]
-    processors.insert(1, _AfterForward(handed))
-    options |= {"compile_config": config, "logits_processor": processors}
+    ended, *processors = options["logits_processor"]
+    configs = (options.get("generation_config"), model.generation_config)
+    given = [options.get("compile_config"), *(getattr(c, "compile_config", None) for c in configs)]
+    options |= {
+        CACHE: handed,
+        "compile_config": compile_config(next(filter(None, given), None)),
+        "logits_processor": [ended, _AfterForward(handed), *processors],
+    }
     try:
         with compiling():
-            out = stock_generate(
-                model,
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                **{CACHE: handed},
-                **options,
-            )
+            out = stock_generate(model, **options)
     finally:
         handed.hand_back()
     if not isinstance(out, Tensor):
@@ -183,7 +172,7 @@ def decode_compiled(
     return out
 
 
-def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict[str, Any]) -> None:
+def check_compiled(model: PreTrainedModel, cache: CompressedCache, beams: int = 1) -> None:
     """Raises KvfoldError or UnsupportedModel if a graph cannot do the work of each step."""
     reason = _step_of(cache.method.stages())
     if reason is not None:
@@ -204,7 +193,7 @@ def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict
     reason = not_compiled_because(model)
     if reason is not None:
         raise UnsupportedModel(f"compile=True cannot be used as {name} {reason}: leave compile out")
-    if (_chosen(model, options, "num_beams") or 1) > 1:
+    if beams > 1:
         raise KvfoldError("compile=True is for greedy decoding and sampling, not for beams")
 
 
@@ -225,21 +214,3 @@ def _step_of(stages: Stages) -> str | None:
         return "reads the logits of each token at every step"
     adding = ColumnSums in stages.needs
     return "adds up attention at every step" if adding else None
-
-
-def _new_tokens(model: PreTrainedModel, options: dict[str, Any], total: int) -> int:
-    """Most tokens that `generate` may produce after a prompt of `total`."""
-    new = _chosen(model, options, "max_new_tokens")
-    if new is not None:
-        return int(new)
-    length = _chosen(model, options, "max_length")
-    return NEW_TOKENS if length is None else int(length) - total
-
-
-def _chosen(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
-    """The setting that `generate` will take: the call's, its configuration's, or the model's."""
-    if name in options:
-        return options[name]  # also None
-    configs = (options.get("generation_config"), model.generation_config)
-    values = [getattr(config, name, None) for config in configs]
-    return next((value for value in values if value is not None), None)

@@ -25,12 +25,6 @@ NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as of atten
 CODES = 16  # of a table
 
 
-def reads_packed(keys: PackedKeys, values: PackedValues) -> bool:
-    """True if the scales of both, and so their minima, have one dtype that C++ knows."""
-    dtype = keys.scale.rows.dtype
-    return dtype in NUMBERS and dtype == values.scale.rows.dtype
-
-
 def attend_to_packed(
     query: Tensor,
     keys: PackedKeys,
@@ -41,7 +35,8 @@ def attend_to_packed(
     """Attention output `[R, G, Dv]` of `query [R, G, D]`, and log-sum-exp `[R, G]`, float32.
 
     Attends to the entries of R segments whose key and value are both packed; a segment without
-    any gives 0 and −inf. The output has the query's dtype. Needs `reads_packed(keys, values)`.
+    any gives 0 and −inf. The output has the query's dtype. Needs scales of both in one dtype of
+    `NUMBERS`.
     """
     of_keys, of_values = keys.lengths, values.lengths
     lengths = tuple(map(min, of_keys, of_values))

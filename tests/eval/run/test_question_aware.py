@@ -14,7 +14,7 @@ import kvfold
 from kvfold.eval.run import question_agnostic, question_aware, shared_reading
 from kvfold.eval.run.question_aware import run_by_itself
 from kvfold.eval.tasks import Question, tasks
-from kvfold.generation.generate import read_turn
+from kvfold.generation.reading import read_turn
 from tests.helpers.evaluation import (
     PLAIN,
     Setting,

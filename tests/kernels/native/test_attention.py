@@ -9,7 +9,6 @@ from kvfold.kernels.native.attention import (
     _table,
     attend_to_packed,
     attend_to_per_token,
-    reads_packed,
 )
 from kvfold.kernels.native.library import library
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
@@ -183,12 +182,3 @@ def test_what_is_packed_in_keys_alone_is_not_looked_at():
     keys[0].scale.rows[2] = keys[0].minimum.rows[2] = torch.nan
     values = packed([60], 32, 4, 32, False, torch.float32, 200)
     check_packed(noise(1, 4, 32, seed=1), keys, values)
-
-
-def test_scales_of_two_dtypes_are_left_to_others():
-    keys = packed([32], 32, 4, 32, True, torch.float32, 100)[0]
-    short = packed([32], 32, 4, 32, False, torch.bfloat16, 200)[0]
-    alike = packed([32], 32, 4, 32, False, torch.float32, 200)[0]
-    double = packed([32], 32, 4, 32, True, torch.float64, 100)[0]
-    assert reads_packed(keys, alike)
-    assert not reads_packed(keys, short) and not reads_packed(double, double)

@@ -10,22 +10,37 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.history import History
+from kvfold.errors import KvfoldError
 from kvfold.hf.decoder_layers import DecoderLayers
 from kvfold.kernels.gather import pick
+from kvfold.methods.base import Method
+
+
+def check_whole(method: Method, chunk: int, tokens: int) -> None:
+    """Raises KvfoldError if a first prompt of `tokens` cannot be read in pieces of `chunk`."""
+    if method.stages().token_pruning is not None and chunk < tokens:
+        raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
 
 
 @torch.no_grad()
-def prefill_layerwise(
-    model: PreTrainedModel, cache: CompressedCache, input_ids: Tensor, mask: Tensor | None
+def read_layerwise(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    chunk: int,
 ) -> None:
-    """Fills a new cache with the prompt `input_ids [B, N]`; `mask [B, N]` is 0 at padding.
+    """Fills a new cache with the prompt `input_ids [B, N]`; `mask [B, ≥ N]` is 0 at padding.
 
-    After each layer the method's token pruning chooses the tokens of the next one.
+    After each layer the method's token pruning chooses the tokens of the next one. Raises
+    KvfoldError as `check_whole`.
     """
+    check_whole(cache.method, chunk, input_ids.shape[1])
     token_pruning = cache.method.stages().token_pruning
     assert token_pruning is not None
     layers = DecoderLayers(model)
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if mask is None else mask[:, : input_ids.shape[1]]
     hidden = layers.embed(input_ids)
     columns = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
     columns = columns.masked_fill(mask == 0, -1)
@@ -44,3 +59,4 @@ def prefill_layerwise(
             columns = pick(columns, slots.to(columns.device), -1)
     finally:
         cache.phase.layerwise, cache.phase.observed = False, None
+    cache.phase.history = History(input_ids).compact()

@@ -21,6 +21,7 @@ from kvfold.cache.spans import opening_length
 from kvfold.errors import KvfoldError
 from kvfold.generation.head_scores import give_head_scores
 from kvfold.generation.on_policy import OnPolicyReferences
+from kvfold.generation.readers.plain import read_plainly
 from kvfold.generation.structure import structural
 from kvfold.hf.attention_inputs import inputs_noted
 from kvfold.hf.chat_template import PromptFrame, token_ids
@@ -30,6 +31,18 @@ from kvfold.hf.user_text import Content
 from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.observers.references import ReferencesNeed
 from kvfold.reading import read_text
+
+
+def read_and_reconstruct(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    chunk: int,
+) -> None:
+    """As `read_plainly`, and `reconstruct` then, by which the prefill's end evicts."""
+    read_plainly(model, cache, input_ids, mask, chunk)
+    reconstruct(model, cache, input_ids, None if mask is None else mask[:, : input_ids.shape[1]])
 
 
 def reconstruct(
