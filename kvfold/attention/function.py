@@ -36,36 +36,22 @@ def _attention(
     query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. Raises UnsupportedModel as
     `handshake.claim`, and for a second attention to the same keys.
     """
-    pending = handshake.pending
+    pending, mask = handshake.pending, attention_mask
     if pending.graph_layer is not None:
-        layer = pending.graph_layer
+        graph_layer = pending.graph_layer
         handshake.forget()
-        return layer.attend(module, query, options), None
-    mark = getattr(key, "_kvfold", None)
+        return graph_layer.attend(module, query, options), None
+    mark: Any = getattr(key, "_kvfold", None)
     if pending.layer is None and mark is None:
         if handshake.was_done(key):
             raise handshake.changed(module)
-        attend = stock_attention(kind, module)
-        return attend(module, query, key, value, attention_mask, **options)
+        return stock_attention(kind, module)(module, query, key, value, mask, **options)
     # Never part of a graph, in which the handshake's references would be lost.
-    attend_eagerly = _attend_outside_of_graphs if is_dynamo_compiling() else _attend_to_stored
-    return attend_eagerly(kind, module, query, key, value, attention_mask, mark, options)
-
-
-def _attend_to_stored(
-    kind: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    mark: Any,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Attention over a pending layer's store; `mark` is that of keys shared between layers."""
+    if is_dynamo_compiling():
+        return _outside_of_graphs(kind, module, query, key, value, mask, **options)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            out, weights = _attend_to_stored(kind, module, query, key, value, mask, mark, options)
+            out, weights = _attention(kind, module, query, key, value, mask, **options)
         return _WithoutGradient.apply(out, query), weights
     layer = handshake.claim(module, key, value)
     source = None if mark is None or layer is not None else mark[0]()
@@ -83,6 +69,9 @@ def _attend_to_stored(
     return attend(module, kind, call, mask=mask, options=options)
 
 
+_outside_of_graphs = torch.compiler.disable(_attention)
+
+
 def _outside_of_autocast(attend: Attend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """As `attend(call)`, whose stock attention alone is under torch.autocast; in its dtype."""
     device, given = call.query.device.type, (call.query, call.key, call.value)
@@ -93,9 +82,6 @@ def _outside_of_autocast(attend: Attend, call: AttentionCall) -> tuple[Tensor, T
         call = call._replace(query=query, key=key, value=value, autocast=dtype)
         out, weights = attend(call)
     return out if wide == torch.float64 else out.to(dtype), weights  # float64 is never cast
-
-
-_attend_outside_of_graphs = torch.compiler.disable(_attend_to_stored)
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -118,16 +118,19 @@ class Scales:
     """Scales of PEFT's layers, by which a decode step notices that they have changed."""
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        self._layers = [weakref.ref(layer) for _, layer in layers if "scaling" in vars(layer)]
-        self._then = self._now()
+        self._then = [
+            (weakref.ref(layer), dict(vars(layer)["scaling"]))
+            for _, layer in layers
+            if "scaling" in vars(layer)
+        ]
 
     def changed(self) -> bool:
         """True if a scale is another than it was when this was made."""
-        return self._now() != self._then
-
-    def _now(self) -> list[dict[str, float]]:
-        layers = [layer() for layer in self._layers]
-        return [dict(vars(layer)["scaling"]) for layer in layers if layer is not None]
+        for layer, then in self._then:
+            now = layer()
+            if now is None or vars(now)["scaling"] != then:
+                return True
+        return False
 
 
 def _is_layer(module: nn.Module) -> bool:

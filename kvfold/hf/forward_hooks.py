@@ -69,22 +69,14 @@ _watched: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.
 def watch(model: nn.Module) -> None:
     """Installs the hooks on `model`, once."""
     if model not in _watched:
-        arguments = tuple(inspect.signature(model.forward).parameters)
-        _watched[model] = [
-            model.register_forward_pre_hook(partial(_name, arguments), with_kwargs=True),
-            model.register_forward_pre_hook(
-                partial(_look_up, learned_positions(model)), with_kwargs=True
-            ),
-            model.register_forward_pre_hook(_begins, with_kwargs=True),
-            model.register_forward_hook(_returned, with_kwargs=True),
-        ]
-        _watched[model] += serialize(model)
+        names = tuple(inspect.signature(model.forward).parameters)
         holders = rope_deltas.holders(model)
-        if holders:
-            _watched[model] += [
-                model.register_forward_pre_hook(partial(_give, holders), with_kwargs=True),
-                model.register_forward_hook(partial(_keep, holders), with_kwargs=True),
-            ]
+        before = partial(_before, names, learned_positions(model), holders)
+        _watched[model] = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(partial(_after, holders), with_kwargs=True),
+            *serialize(model),
+        ]
 
 
 def unwatch(model: nn.Module) -> None:
@@ -93,40 +85,29 @@ def unwatch(model: nn.Module) -> None:
         handle.remove()
 
 
-def _name(
-    names: tuple[str, ...], model: nn.Module, args: Any, kwargs: dict[str, Any]
+def _before(
+    names: tuple[str, ...],
+    limit: int | None,
+    holders: tuple[nn.Module, ...],
+    model: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Gives the forward what came by position, or under the cache's other name, by its own names.
+    """Tells the cache that a forward begins; gives the forward what it must be given otherwise.
 
-    A forward swallows a cache under a name that it does not have.
+    `names` are those of its arguments, `limit` that of `learned_positions`, `holders` as in
+    `rope_deltas`. Raises KvfoldError for tokens, positions or a mask that cannot be.
     """
-    if len(args) > 1:
-        kwargs, args = dict(zip(names, args, strict=False)) | kwargs, ()
-    elif not kwargs.keys() - names:
-        return None
-    caches = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
-    if not any(isinstance(cache, ToldOfForwards) for cache in caches):
-        return None
-    if len(caches) > 1:
-        raise KvfoldError("cache= and past_key_values= are one argument: give one of them")
-    own = next((name for name in CACHE_NAMES if name in names), CACHE)
-    others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-    return args, others | {own: caches[0]}
-
-
-def _look_up(limit: int | None, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises KvfoldError for tokens and positions that the model has no numbers for."""
-    cache = given_cache(kwargs)
-    if isinstance(cache, ToldOfForwards):
-        check_forward(model, limit, _ids(args, kwargs), kwargs, cache.get_seq_length)
-
-
-def _begins(
-    model: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
+    renamed = None
+    if len(args) > 1 or kwargs.keys() - names:
+        renamed = _named(names, args, kwargs)
+        args, kwargs = renamed or (args, kwargs)
     cache = given_cache(kwargs)
     if not isinstance(cache, ToldOfForwards):
         return None
+    ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
+    if ids is not None and (limit is not None or ids.shape[1] > 1):
+        check_forward(model, limit, ids, kwargs, cache.get_seq_length)
     if kwargs.get("use_cache") is False:
         raise KvfoldError(
             "use_cache=False has each step read the whole text again, into a cache that holds it: "
@@ -135,19 +116,43 @@ def _begins(
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict):  # by kinds of layers
         mask = mask.get("full_attention")
-    ids = _ids(args, kwargs)
     given = kwargs.get("inputs_embeds") if ids is None else ids
     if not torch.compiler.is_compiling():
         if mask is not None and given is not None:
             _check_shape(mask, *given.shape[:2])
-        _check_positions(cache, kwargs, mask)
+        elif mask is None and kwargs.get("position_ids") is not None:
+            _check_positions(cache, kwargs["position_ids"])
     cache.forward_begins(
         ids, mask if isinstance(mask, Tensor) else None, 0 if given is None else given.shape[1]
     )
+    if holders:
+        begins = cache.get_seq_length() == 0
+        # `generate` computes the deltas of a text that begins before its first forward.
+        if not begins or kwargs.get("position_ids") is None:
+            rope_deltas.put(holders, None if begins else cache.rope_deltas)
     cache.logits_kept = kwargs.get("logits_to_keep", 0)
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
-        return None
+        return renamed
     return args, kwargs | {"logits_to_keep": 0}
+
+
+def _named(
+    names: tuple[str, ...], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """What came by position, or under the cache's other name, by the forward's own names.
+
+    A forward swallows a cache under a name that it does not have. None for another's cache.
+    """
+    if len(args) > 1:
+        kwargs, args = dict(zip(names, args, strict=False)) | kwargs, ()
+    caches = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+    if not any(isinstance(cache, ToldOfForwards) for cache in caches):
+        return None
+    if len(caches) > 1:
+        raise KvfoldError("cache= and past_key_values= are one argument: give one of them")
+    own = next((name for name in CACHE_NAMES if name in names), CACHE)
+    others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+    return args, others | {own: caches[0]}
 
 
 def _check_shape(mask: Any, rows: int, new: int) -> None:
@@ -166,16 +171,15 @@ def _check_shape(mask: Any, rows: int, new: int) -> None:
     )
 
 
-def _check_positions(cache: ToldOfForwards, given: dict[str, Any], mask: Any) -> None:
+def _check_positions(cache: ToldOfForwards, places: Any) -> None:
     """Raises KvfoldError for new tokens at positions of those that were read, as if read again.
 
-    Not with a `mask`, with which positions are the caller's: drafts of a tree share some. A decode
+    Not with a mask, with which positions are the caller's: drafts of a tree share some. A decode
     step's are not compared, for which a GPU would have to be waited for.
     """
-    places = given.get("position_ids")
-    if mask is not None or not isinstance(places, Tensor) or places.dim() != 2:
+    if not isinstance(places, Tensor) or places.dim() != 2 or places.shape[1] < 2:
         return
-    if places.shape[1] < 2 or cache.get_seq_length() == 0:
+    if cache.get_seq_length() == 0:
         return
     real = cache.tokens_read()
     first, read = places[:, 0].cpu(), cache.get_seq_length() if real is None else real.sum(-1).cpu()
@@ -187,41 +191,19 @@ def _check_positions(cache: ToldOfForwards, given: dict[str, Any], mask: Any) ->
         )
 
 
-def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    cache = given_cache(kwargs)
-    if not isinstance(cache, ToldOfForwards):
-        return
-    if not cache.reads_logits:
-        cache.forward_returned(_ids(args, kwargs), None)
-        return
-    logits = getattr(output, "logits", None)
-    cache.forward_returned(_ids(args, kwargs), logits)
-    assert logits is not None  # else the cache refused
-    kept = cache.logits_kept
-    output.logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
-
-
-def _give(
-    holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> None:
-    cache = given_cache(kwargs)
-    if not isinstance(cache, ToldOfForwards):
-        return
-    begins = cache.get_seq_length() == 0
-    # `generate` computes the deltas of a text that begins before its first forward.
-    if not begins or kwargs.get("position_ids") is None:
-        rope_deltas.put(holders, None if begins else cache.rope_deltas)
-
-
-def _keep(
+def _after(
     holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
+    """Tells the cache that a forward has returned; gives the caller the logits that it keeps."""
     cache = given_cache(kwargs)
-    if isinstance(cache, ToldOfForwards):
+    if not isinstance(cache, ToldOfForwards):
+        return
+    ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
+    logits = getattr(output, "logits", None) if cache.reads_logits else None
+    cache.forward_returned(ids, logits)
+    if cache.reads_logits:
+        assert logits is not None  # else the cache refused
+        kept = cache.logits_kept
+        output.logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
+    if holders:
         cache.rope_deltas = rope_deltas.taken(holders)
-
-
-def _ids(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The input ids `[B, S]` among a forward's arguments."""
-    ids: Tensor | None = kwargs.get("input_ids", next(iter(args), None))
-    return ids

@@ -91,15 +91,13 @@ def attend_beside(
 def _weighted(logits: Tensor, value: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output `[B, Hq, 1, Dv]` and weights `[B, Hq, 1, T]` of logits `[B·H, G, T]`."""
     batch, _, stored, size = value.shape
-    weights = softmax_beside(logits, sink_logits)
+    weights = logits.softmax(-1) if sink_logits is None else softmax_beside(logits, sink_logits)
     out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
     return out.view(batch, -1, 1, size), weights.reshape(batch, -1, 1, stored)
 
 
-def softmax_beside(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+def softmax_beside(logits: Tensor, sink_logits: Tensor) -> Tensor:
     """Weights of logits `[B·H, G, T]`; sink logits `[Hq]` join the denominator only."""
-    if sink_logits is None:
-        return logits.softmax(-1)
     groups = logits.shape[1]
     extra = sink_logits.to(logits.dtype).view(-1, groups, 1)
     extra = extra.repeat(len(logits) // len(extra), 1, 1)

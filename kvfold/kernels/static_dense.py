@@ -41,5 +41,8 @@ def attend_to_buffers(
     if bias is not None:
         logits = logits + bias[:, :, None]
     logits = logits.masked_fill(~mask, -torch.inf)
-    weights = softmax_beside(logits.flatten(0, 1), sink_logits).unflatten(0, keys.shape[:2])
+    if sink_logits is None:
+        weights = logits.softmax(-1)
+    else:
+        weights = softmax_beside(logits.flatten(0, 1), sink_logits).unflatten(0, keys.shape[:2])
     return (weights.to(values.dtype) @ values).reshape(batch, query_heads, 1, -1)
