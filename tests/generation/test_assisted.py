@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.generation.reading import read_per_chunk
 from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.longrope import assists
 from tests.helpers.models import build, prompts
@@ -103,3 +104,15 @@ def test_plain_generate_is_refused_with_what_to_call(model, method):
     cache = kvfold.CompressedCache(model, method, None if method == "full" else 20)
     with pytest.raises(KvfoldError, match=r"frozen cache only: call kvfold\.generate\("):
         model.generate(ids, past_key_values=cache, max_new_tokens=3, **LOOKUP)
+
+
+def test_drafts_are_checked_behind_pieces_that_were_compressed_one_by_one(model):
+    cache, (ids, _) = kvfold.CompressedCache(model, "snapkv:window=4", 12), prompts((40,))
+    how: dict[str, Any] = {"prefill_chunk": 10, "compress": "per_chunk", "max_new_tokens": 5}
+    kvfold.generate(model, ids, cache=cache, **LOOKUP, **how)
+    pieces = kvfold.CompressedCache(model, "snapkv:window=4", 12)
+    read_per_chunk(model, pieces, ids[:, :-1], chunk=10)
+    assert cache.per_chunk == 10
+    kept, expected = cache.positions(0), pieces.positions(0)
+    for of_head, wanted in zip(kept[0], expected[0], strict=True):
+        assert of_head[: len(wanted)].equal(wanted)
