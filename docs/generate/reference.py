@@ -20,10 +20,15 @@ GROUPS = {
     "Contexts": ("compress", "load", "join", "Context", "pipeline"),
     "Sessions": ("begin_session", "load_session", "Session", "Message"),
     "Methods": (
-        "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
-        "ChunkSumsNeed", "SurpriseNeed", "Observation", "Forced", "Measured", "Across",
+        "list_methods", "parse", "register", "Method", "Stages", "AtEnd", "Once", "Hold", "Rounds",
+        "Observation", "Forced", "Measured", "Across",
         "fit_scorer", "FitResult", "fit_filters", "FilterFit", "fit_centres", "CentreFit",
         "fit_heads", "HeadFit", "fit_curve", "CurveFit", "fit_codec", "CodecFit",
+    ),
+    "Observations": (
+        "Needs", "Need", "Observer", "LastQueries", "ColumnSums", "ColumnSquares", "TokenIds",
+        "KeysBeforeRope", "OutputNorms", "PreviousScores", "QueryMomentsNeed", "ChunkSumsNeed",
+        "SurpriseNeed", "PromptTokens",
     ),
     "Policies": (
         "policies.policy", "policies.Policy", "policies.PolicyNeeds", "policies.Prefill",
