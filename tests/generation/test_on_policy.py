@@ -161,7 +161,7 @@ def test_copies_of_one_reading_are_fitted_each_by_its_own_layers():
 def test_all_layers_are_refitted_beside_other_stages(spec, other):
     model, (ids, _) = model_of(), ids_of(DOCUMENT)
     cache = compressed(model, f"{spec} + {other}", ids, None)
-    assert all(state.refit is not None for state in cache.states)
+    assert all("refit" in state.reports for state in cache.states)
     assert not any(state.observers[ReferencesNeed].nbytes() for state in cache.states)
     with torch.no_grad():
         assert bool(model(ids[:, :5], past_key_values=cache).logits.isfinite().all())
@@ -170,7 +170,7 @@ def test_all_layers_are_refitted_beside_other_stages(spec, other):
 def test_a_level_context_is_refitted():
     model, tokenizer = model_of(), word_tokenizer()
     level = kvfold.compress(model, tokenizer, DOCUMENT, "kvzip + match", 30).levelled()
-    assert all(state.refit is not None for state in level.cache.states)
+    assert all("refit" in state.reports for state in level.cache.states)
 
 
 @pytest.mark.parametrize("at", [0, 2])
