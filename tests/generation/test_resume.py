@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import kvfold
 from kvfold import CompressedCache, KvfoldError
 from kvfold.hf import versions
-from tests.helpers.longrope import longrope, notices_drops
+from tests.helpers.longrope import assists, longrope, notices_drops
 from tests.helpers.models import build, prompts
 from tests.helpers.turns import changed, on, turn
 
@@ -122,8 +122,11 @@ def test_a_call_that_is_refused_takes_nothing_back(model, monkeypatch):
     assert torch.equal(turn(model, cache, on(said)), turn(model, expected, on(said)))
 
 
+DRAFTS = pytest.param({"prompt_lookup_num_tokens": 3}, marks=assists)
+
+
 @pytest.mark.parametrize("column", [0, 20], ids=["anew", "prefix"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, DRAFTS])
 @pytest.mark.parametrize("columns", [[22, 25, 28, 29], [-2, -1]], ids=["between", "behind"])
 def test_padding_that_is_refused_takes_nothing_back(model, column, options, columns):
     cache = CompressedCache(model, "snapkv:window=8", 200)
