@@ -4,7 +4,8 @@
 import contextlib
 import gc
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,28 +29,34 @@ from tests.helpers.cases import covering  # noqa: E402
 
 dispatch.INTERPRETED = False
 
-# Of a parametrised test, `make quick` runs so many cases.
-QUICK_CASES = 2
+# Of a file, `make quick` runs so many tests, each with one case.
+QUICK_TESTS = 4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the further cases of parametrised tests; single tests say it themselves.
+    """Marks cases that others stand for, and what `make quick` leaves out of a file.
 
-    `make test` runs `cases` of them, or those that stand for all; `make quick` the first of these.
+    Tests say by marks of their own what differs from that: CONTRIBUTING.md describes them.
     """
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        if len(cases) > 1:
-            mark = cases[0].get_closest_marker("cases")
+    quick = Counter[Path]()
+    for first, *others in tests.values():
+        cases = [first, *others]
+        mark = first.get_closest_marker("cases")
+        chosen = [0]
+        if others:
             number = mark.args[0] if mark else None
             chosen = covering([item.callspec.params for item in cases], number)
-            for index, item in enumerate(cases):
-                if index not in chosen:
-                    item.add_marker(pytest.mark.whole)
-                elif index not in chosen[:QUICK_CASES]:
-                    item.add_marker(pytest.mark.slow)
+        for index in set(range(len(cases))) - set(chosen):
+            cases[index].add_marker(pytest.mark.whole)
+        shown = cases[chosen[0]]
+        if not {"slow", "whole"} & {mark.name for mark in shown.iter_markers()}:
+            quick[shown.path] += 1
+            chosen = chosen[1:] if quick[shown.path] <= QUICK_TESTS else chosen
+        for index in chosen:
+            cases[index].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
