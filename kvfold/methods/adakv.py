@@ -4,12 +4,11 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Heads, Method, Stages, register
+from kvfold.methods.base import Heads, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.heads import Rule, adaptive
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 

@@ -29,7 +29,7 @@ from kvfold.methods.stages.base import TokenPruning as TokenPruning
 from kvfold.methods.stages.when import (
     AtEnd,
 )
-from kvfold.observers.base import Needs
+from kvfold.observers.base import Needs as Needs
 
 
 @dataclass(frozen=True)

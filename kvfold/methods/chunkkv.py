@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import top
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 
@@ -93,5 +92,4 @@ def whole_chunks(
     rank_of_chunk = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     rank = rank_of_chunk.expand(*values.shape[:2], -1).gather(2, at // length).gather(2, by_value)
     order = by_value.gather(2, rank.argsort(dim=-1, stable=True))
-    ranked = -order.argsort(dim=-1).to(values.dtype)
-    return top(with_forced(ranked, forced, positions), counts)
+    return top(with_forced(-order.argsort(dim=-1).to(values.dtype), forced, positions), counts)

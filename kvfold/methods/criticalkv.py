@@ -6,13 +6,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Select, Stages, register
+from kvfold.methods.base import Method, Needs, Select, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 from kvfold.observers.stored import OutputNorm, OutputNorms
 

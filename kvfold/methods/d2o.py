@@ -4,13 +4,12 @@ from functools import partial
 from typing import Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.base import Across, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate import density
 from kvfold.methods.stages.merge.most_similar import Decide, Merging, Similarity, merging
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
 from kvfold.methods.stages.select.forced import Forced, Share
 from kvfold.methods.stages.when import when_of
-from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSums
 
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.base import Across, Method, Needs, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.retrieval import (
     RetrievalScores,
@@ -15,7 +15,6 @@ from kvfold.methods.stages.allocate.retrieval import (
 )
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.base import Needs
 from kvfold.observers.fitted import HeadNumbers
 
 WHOLE = "heads keep everything, or their first and last tokens"

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.heads import adaptive
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.base import Needs
 from kvfold.observers.query_moments import QueryMomentsNeed
 
 FARTHEST = 2**17  # positions, which are turned one by one

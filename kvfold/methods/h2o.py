@@ -4,12 +4,11 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
 from kvfold.methods.stages.select.forced import Forced, Share
 from kvfold.methods.stages.when import when_of
-from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSums
 
 

@@ -4,12 +4,11 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Method, Schedule, Stages, register
+from kvfold.methods.base import Across, Method, Needs, Schedule, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, named
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS, most_attention
-from kvfold.observers.base import Needs
 from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.observers.stored import OutputNorms
 

@@ -4,9 +4,8 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.score.leverage import leverage_scores
-from kvfold.observers.base import Needs
 from kvfold.observers.stored import KeysBeforeRope
 
 

@@ -4,9 +4,8 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Stages, register
+from kvfold.methods.base import Needs, Stages, register
 from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
-from kvfold.observers.base import Needs
 from kvfold.observers.references import ReferencesNeed
 
 

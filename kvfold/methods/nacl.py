@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.score.position import uniform_noise
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 

@@ -3,9 +3,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.score.chunk_attention import non_causal_scores
-from kvfold.observers.base import Needs
 from kvfold.observers.chunk_sums import ChunkSumsNeed
 
 

@@ -2,12 +2,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.filters import Filters
 from kvfold.methods.stages.score.learned import learned
-from kvfold.observers.base import Needs
 from kvfold.observers.fitted import EntryScorer
 
 

@@ -6,13 +6,12 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
 from kvfold.methods.stages.score.redundancy import redundancy, shares
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.when import AtEnd, Counting, Rounds
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 INTERVAL = 128  # generated tokens between evictions, as the paper has it

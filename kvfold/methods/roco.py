@@ -4,11 +4,10 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
 from kvfold.methods.stages.when import when_of
-from kvfold.observers.base import Needs
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 
 

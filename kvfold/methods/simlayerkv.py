@@ -4,12 +4,11 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Measured, Method, Stages, register
+from kvfold.methods.base import Across, Measured, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate import lazy
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.when import AtEnd, Once
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 

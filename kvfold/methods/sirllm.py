@@ -6,12 +6,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import highest, top
-from kvfold.observers.base import Needs
 from kvfold.observers.surprise import PromptTokens, SurpriseNeed
 
 

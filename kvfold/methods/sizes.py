@@ -4,7 +4,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.base import Across, Method, Needs, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName
 from kvfold.methods.stages.allocate.parts import (
     LayerParts,
@@ -15,7 +15,6 @@ from kvfold.methods.stages.allocate.parts import (
 )
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.observation_window import (
     Pooling,
@@ -14,7 +14,6 @@ from kvfold.methods.stages.score.observation_window import (
 )
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.when import when_of
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 

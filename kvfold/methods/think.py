@@ -2,8 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
-from kvfold.observers.base import Needs
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.observers.last_queries import LastQueries
 from kvfold.store.pruned import Pruning
 

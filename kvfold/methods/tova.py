@@ -3,11 +3,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.last_query import newest_row
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import LastQueries
 
 

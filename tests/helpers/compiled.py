@@ -74,7 +74,12 @@ def check_same(eager: CompressedCache, compiled: CompressedCache, atol: float = 
         entries = other.columns()[..., None] >= 0
         for a, b in zip(one.stored().dense(), other.stored().dense(), strict=True):
             torch.testing.assert_close(a * entries, b * entries, atol=atol, rtol=1e-5)
-        for name in ("sums", "squares", "merging", "capacity"):
+        mine, theirs = (each.observers.numbers() for each in (one, other))
+        assert mine.keys() == theirs.keys()
+        for name, (numbers, _) in mine.items():
+            same = {"atol": 1e-5, "rtol": 1e-5, "equal_nan": True}
+            torch.testing.assert_close(theirs[name][0], numbers, **same)
+        for name in ("merging", "capacity"):
             of_one, of_other = getattr(one, name), getattr(other, name)
             torch.testing.assert_close(of_other, of_one, atol=1e-5, rtol=1e-5)
         for name in ("surplus", "rounds", "evicted_at", "settled"):
