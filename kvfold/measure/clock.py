@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvfold.cache.layer import CompressedLayer
-from kvfold.generation import generate
+from kvfold.generation.readers import reconstruct as readers
 
 
 def synchronize(device: torch.device) -> None:
@@ -79,7 +79,7 @@ def compression_watched(device: torch.device) -> Iterator[Stopwatch]:
     places = [
         (CompressedLayer, "finish"),
         (CompressedLayer, "end_reading"),
-        (generate, "reconstruct"),
+        (readers, "reconstruct"),
     ]
     before = [getattr(owner, name) for owner, name in places]
     for (owner, name), function in zip(places, before, strict=True):
