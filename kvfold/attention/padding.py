@@ -172,14 +172,14 @@ def _ends(mask: Tensor) -> Tensor:
 
 
 class _Announced(threading.local):
-    padding: Padding | None = None
+    padding: Callable[[], Padding] | None = None
 
 
 _announced = _Announced()
 
 
-def announce(padding: Padding) -> None:
-    """Announces the forward of the next mask made in this thread."""
+def announce(padding: Callable[[], Padding]) -> None:
+    """Announces the forward of the next mask made in this thread, whose rules `padding` gives."""
     _announced.padding = padding
 
 
@@ -192,4 +192,4 @@ def check_announced(mask: Tensor | None) -> None:
     """Checks the announced forward's padding `[B, N]`; raises KvfoldError as `Padding.check`."""
     padding, _announced.padding = _announced.padding, None
     if padding is not None and mask is not None:
-        padding.check(mask)
+        padding().check(mask)

@@ -37,7 +37,6 @@ from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import (
     can_crop_stock,
-    common_length,
     crop_stock,
     detach_layers,
     reset_layers,
@@ -106,7 +105,7 @@ class CompressedCache(CacheParts, ToldOfForwards):
         setup.put_compressed_layers(
             layers, model, stages, self.fits, self.budget, seed, self.ranks, shared, keep_scores
         )
-        super().__init__(layers=layers)
+        super().__init__(layers)
         self._generating, self.dropping_length = False, dropping_length(model)
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
         self.forward, self.reads_logits = OpenForward(), bool(self.phase.logs)
@@ -126,36 +125,32 @@ class CompressedCache(CacheParts, ToldOfForwards):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores keys `[B, H, S, D]` and values `[B, H, S, Dv]`; returns those to attend to."""
+        """Stores keys `[B, H, S, D]` and values `[B, H, S, Dv]`; returns those to attend to.
+
+        Raises UnsupportedModel if attention never claimed the last ones.
+        """
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             handshake.forget()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         # Never part of a graph, in which the layer's attention would be lost.
-        store = self._store_outside_of_graphs if is_dynamo_compiling() else self._store
-        return store(layer, layer_idx, key_states, value_states)
-
-    def _store(
-        self, layer: CompressedLayer, index: int, key_states: Tensor, value_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Stores one layer's entries and hands them out to attention.
-
-        Raises UnsupportedModel if attention never claimed the last ones.
-        """
+        if is_dynamo_compiling():
+            return self._update_outside_of_graphs(key_states, value_states, layer_idx)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._store(layer, index, key_states, value_states)
-        first = layer.state.plan.layer == 0
+                return self.update(key_states, value_states, layer_idx)
+        state = layer.state
+        first, level = state.plan.layer == 0, True
         if first:
             forget_announced()  # by a model whose masks are not kvfold's
-        level = not first or layer.state.seen == self.states[-1].seen
+            level = state.sequence.seen == self.states[-1].sequence.seen
         told = self.forward.begun is not None  # else of an inner model's forward
         self.binding.asked(first, level, step=told or key_states.shape[2] == 1)
-        store = layer.update if any_cast() or not layer.is_initialized else layer.state.append
+        store = layer.update if any_cast() or not layer.is_initialized else state.append
         keys, values = store(key_states, value_states)
-        return handshake.hand_out(keys, values, index, layer), values
+        return handshake.hand_out(keys, values, layer_idx, layer), values
 
-    _store_outside_of_graphs = torch.compiler.disable(_store)
+    _update_outside_of_graphs = torch.compiler.disable(update)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of columns that the next forward's mask covers, and the first of them.
@@ -163,8 +158,12 @@ class CompressedCache(CacheParts, ToldOfForwards):
         Raises UnsupportedModel if layers hold different numbers of tokens, and KvfoldError as
         `ModelBinding.check_length`; changes nothing.
         """
-        self.binding.check_length(common_length(self) + query_length)
-        announce(padding_rules(self, query_length))
+        columns = self.common_length() + query_length
+        if self.binding.window is not None:
+            self.binding.check_length(columns)
+        announce(partial(padding_rules, self, query_length))
+        if isinstance(self.layers[layer_idx], CompressedLayer):
+            return columns, 0
         return super().get_mask_sizes(query_length, layer_idx)
 
     check_prompt = check_plain_prompt
@@ -173,27 +172,35 @@ class CompressedCache(CacheParts, ToldOfForwards):
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and the binding's checks."""
         self.binding.check_forward(ids, self.states[0].plan.stages.positions)
-        self.binding.check_rope(start := self.get_seq_length(), self.tokens_read, new)
+        start = self.get_seq_length()
+        if self.binding.rope is not None:
+            self.binding.check_rope(start, self.tokens_read, new)
         if self.reads_logits:  # before missing logits are named as what is wrong
-            common_length(self)
+            self.common_length()
+            self.states[0].barrier.unjudged.take()  # of a forward that failed
         self.forward.begin(start, self.is_level)
-        check_mask(self, mask, new)
-        self.phase.expect(ids, start)
-        self.states[0].barrier.unjudged.take()  # of a forward that failed
+        if mask is not None:
+            check_mask(self, mask, new)
+        if self.phase.reads_ids:
+            self.phase.expect(ids, start)
 
     @torch.compiler.disable
     def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
         """Closes the last forward, and notes its `ids [B, S]` and the `logits` that stages read.
 
-        Layers that waited for these evict. Raises as `OpenForward.check_stored`, `Phase.note_read`.
+        Layers that waited for these evict. Raises as `stored_nothing` and `Phase.note_read`.
         """
-        self.forward.check_stored(self.get_seq_length())
-        detach_layers(self.other_layers().values())
+        if self.forward.begun == self.get_seq_length():
+            raise self.forward.stored_nothing()
+        if torch.is_grad_enabled():
+            detach_layers(self.other_layers().values())
         if ids is not None and self.forward.begun is not None:
-            self.phase.note_read(ids, self.forward.begun, logits, self.tokens_read())
-        self.phase.forget_incoming()
+            self.phase.note_read(ids, self.forward.begun, logits, self.tokens_read)
+        if self.phase.reads_ids:
+            self.phase.forget_incoming()
         self.forward.close()
-        evict_judged(self.states[0].barrier)
+        if self.reads_logits:
+            evict_judged(self.states[0].barrier)
 
     def forward_failed(self, seen: int) -> None:
         """Notes that a forward that began at `seen` columns stored tokens and then failed."""
@@ -265,7 +272,8 @@ class CompressedCache(CacheParts, ToldOfForwards):
         reset_layers(self.layers)
         self.phase.reset()
         self.states[0].barrier.reset()
-        self.per_chunk = self._before_freezing = self.rope_deltas = self.binding.read_by = None
+        self.per_chunk = self._before_freezing = self.rope_deltas = None
+        self.binding.forget_reader()
         self.forward.close()
         self.binding.answered()
 

@@ -13,7 +13,6 @@ from kvfold.cache.bound import bounded
 from kvfold.cache.fits import Fits
 from kvfold.cache.model_binding import UNMOVED
 from kvfold.cache.parts import CacheParts
-from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages
@@ -49,7 +48,7 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
         ids = cache.phase.history.complete(cache.get_seq_length())
         cache.binding.check_images(ids, UNMOVED)
     other = copy.deepcopy(cache, _left_out(cache, stages))
-    other.phase.reads_ids = Phase.of(stages.needs).reads_ids
+    other.phase.read_for(stages.needs)
     other.take(method=method, budget=made, fits=fits)
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)

@@ -91,7 +91,7 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
             f"is {size}: raise it"
         )
     reader = fork(cache)
-    reader.phase.own_size = size
+    reader.phase.keep_own(size)
     for layer in reader.compressed_layers:
         state = layer.state
         observers = state.observers.adopted(stages.needs, {})
@@ -118,11 +118,11 @@ def end_turn(
 
     `chunk`: tokens per forward; None: all at once. After an error the fork must not be used again.
     """
-    reader.phase.frozen = False
+    reader.phase.freeze(False)
     rest = ids[:, reader.get_seq_length() :]
     try:
         with reader.reading(until=ids.shape[1]):
             for piece in rest.split(chunk or max(1, rest.shape[1]), 1):
                 read_tokens(model, piece, reader, None)
     finally:
-        reader.phase.frozen = True
+        reader.phase.freeze(True)

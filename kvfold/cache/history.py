@@ -56,7 +56,9 @@ class History:
 
     def plus(self, ids: Tensor, start: int) -> History:
         """History with `ids [B, S]` of columns from `start` on, if all columns before are known."""
-        if len(self) != start or (start and len(self._parts[-1]) != len(ids)):
+        parts = self.newer or (() if self.ids is None else (self.ids,))
+        known = len(self.newer) + (0 if self.ids is None else self.ids.shape[1])
+        if known != start or (start and len(parts[-1]) != len(ids)):
             return self
         longer = History(self.ids, (*self.newer, ids.to(torch.int32, copy=True)))
         # Joining waits for a GPU, so it happens at prompts and every PARTS tokens only.

@@ -54,7 +54,7 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, state: LayerState, binding: ModelBinding) -> None:
-        self.state, self.binding = state, binding
+        self._bind(state, binding)
         self.shared, self.caches_latents = state.plan.shared, state.plan.caches_latents
         self.is_initialized = False
 
@@ -144,8 +144,11 @@ class CompressedLayer(CacheLayerMixin):
     def copied(self, state: LayerState, binding: ModelBinding) -> CompressedLayer:
         """A copy with another state and binding."""
         other = copy.copy(self)
-        other.state, other.binding = state, binding
+        other._bind(state, binding)
         return other
+
+    def _bind(self, state: LayerState, binding: ModelBinding) -> None:
+        self.state, self.binding = state, binding
 
     def note_restored(self) -> None:
         """Notes that the layer's state was read from a file."""
@@ -185,7 +188,7 @@ class CompressedLayer(CacheLayerMixin):
         if mask is not None:
             if mask.shape[-1] != state.sequence.seen:
                 raise changed(module)
-            state.sequence.valid = valid_columns(mask)
+            state.sequence.note_mask(valid_columns(mask))
         if state.phase.ended is not None:
             self.leave_out_ended()
         needs = state.plan.stages.needs
@@ -216,9 +219,16 @@ class CompressedLayer(CacheLayerMixin):
             out, weights = attend_to_view(
                 module, kind, call, store.view(), seen, mask, options, store.holes
             )
-        self.finish(call)
+        leaving = state.barrier.leaving
+        if call.row is None:
+            self.finish(call)
+        else:
+            leaving.arrived.append((state, call))
+        last = state.plan.layer == state.plan.layers - 1
+        if leaving.arrived and (last or is_too_much(leaving.arrived)):
+            evict_one(dict(leaving.take()))
         # Only now: after an error above, the layers no longer hold the same tokens.
-        binding.waiting = False
+        binding.answered()
         return out, weights
 
     def leave_out_ended(self) -> None:
@@ -266,31 +276,18 @@ class CompressedLayer(CacheLayerMixin):
         return attend_to_view(module, kind, call, view, self.state.seen, mask, options)
 
     def finish(self, call: AttentionCall) -> None:
-        """Observes a call after the layer has attended, and evicts when due."""
-        state, barrier = self.state, self.state.barrier
-        if call.row is None:
-            self._observe_and_evict(call)
-        else:
-            barrier.leaving.arrived.append((state, call))
-        if barrier.leaving.arrived:
-            last = state.plan.layer == state.plan.layers - 1
-            if last or is_too_much(barrier.leaving.arrived):
-                evict_one(dict(barrier.leaving.take()))
-
-    def _observe_and_evict(self, call: AttentionCall) -> None:
+        """Observes a call after the layer has attended, and evicts or encodes what is due."""
         state, phase, stages = self.state, self.state.phase, self.state.plan.stages
-        seen, new = state.sequence.seen, call.query.shape[2]
-        if call.maxima is not None and phase.repeating is not None:
-            state.observers[ContextReconstruction].add(state, call.maxima, phase.repeating.text)
         if phase.layerwise:
-            columns = torch.arange(seen, device=call.query.device)
-            phase.observed = observation_at(state, call, columns.repeat(len(call.query), 1))
-            return
-        if phase.frozen:
+            columns = torch.arange(state.sequence.seen, device=call.query.device)
+            phase.note_observed(observation_at(state, call, columns.repeat(len(call.query), 1)))
+        elif call.maxima is not None and phase.repeating is not None:
+            state.observers[ContextReconstruction].add(state, call.maxima, phase.repeating.text)
+        if phase.layerwise or phase.frozen:
             return
         for each in state.observers.of_forwards:
             each.read(state, call)
-        step = phase.step(seen, new)
+        step = phase.step(state.sequence.seen, call.query.shape[2])
         if step != "decode":
             state.observers.read_piece(state, call)
         if step == "prefill":
@@ -313,11 +310,10 @@ class CompressedLayer(CacheLayerMixin):
         """True if a single unmasked query attends to every entry of an evicted dense store."""
         store = self.state.store
         assert store is not None
-        hiding = store.holes or store.biased
-        if call.query.shape[2] > 1 or hiding or not (store.is_dense and store.moved):
+        if call.query.shape[2] > 1 or store.holes or store.biased or not store.is_dense:
             return False
         softcap, sink_logits = call.logits.get("softcap"), call.logits.get("sink_logits")
-        return softcap is None and sink_logits is None
+        return store.moved and softcap is None and sink_logits is None
 
     def _counted(self, call: AttentionCall) -> Tensor | None:
         """Bool mask `[B, S]` of the call's queries that are tokens; None: all."""

@@ -77,14 +77,24 @@ class ModelBinding:
         if positions != "original" and not generated:
             self.check_images(ids, UNMOVED)
 
+    def put_frame(self, frame: PromptFrame | None) -> None:
+        """Takes the chat template around the text."""
+        self.frame = frame
+
+    def forget_reader(self) -> None:
+        """Notes that the cache begins anew, which another model may read."""
+        self.read_by = None
+
     def read_in(self, seen: int) -> int:
         """Columns of the longest text in which the first `seen` columns were read."""
         return max(seen, self._longest) if seen else 0
 
     def check_rope(self, seen: int, tokens_read: Callable[[], Tensor | None], new: int) -> None:
-        """Raises as `RopeLengths.check` for `new` columns behind `seen`, or behind its tokens."""
-        if self.rope is None:
-            return
+        """Raises as `RopeLengths.check` for `new` columns behind `seen`, or behind its tokens.
+
+        Asked of a model whose RoPE changes with the length, alone.
+        """
+        assert self.rope is not None
         longest = self.read_in(seen)
         self.rope.check(seen, seen + new, longest)
         real = tokens_read()
@@ -115,7 +125,7 @@ class ModelBinding:
         if seen:
             self.check_model()
         else:
-            self.read_by = None
+            self.forget_reader()
         self.in_turn = True
         try:
             yield
@@ -128,8 +138,12 @@ class ModelBinding:
         In a `step` of a turn only names and scales of adapters are compared.
         """
         model = None if self._model is None else self._model()
-        if model is None or (step and self._runs_as_before(model)):
+        if model is None:
             return
+        if step and self.read_by is not None and self._scales is not None:
+            same = active_adapters(model) == self.read_by.adapters.names
+            if same and not self._scales.changed():
+                return
         parts = parts_of(model)
         now = read_by(parts, rope_is_fixed=self.rope is None)
         changed = None if self.read_by is None else self.read_by.change(now)
@@ -139,12 +153,6 @@ class ModelBinding:
                 "make a new cache"
             )
         self.read_by, self._scales = now, Scales(parts.layers)
-
-    def _runs_as_before(self, model: PreTrainedModel) -> bool:
-        """True if adapters have the names and scales that they had when they were last checked."""
-        if self.read_by is None or active_adapters(model) != self.read_by.adapters.names:
-            return False
-        return self._scales is not None and not self._scales.changed()
 
     def check_length(self, columns: int) -> None:
         """Raises KvfoldError if a text of `columns` makes windows slide that cover shorter ones."""

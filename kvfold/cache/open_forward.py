@@ -55,14 +55,13 @@ class OpenForward:
         """Notes that a recurrent layer has read tokens."""
         self.states_moved = self.begun is not None
 
-    def check_stored(self, seen: int) -> None:
-        """Raises UnsupportedModel if the forward, which has returned at `seen`, stored nothing."""
-        if self.begun == seen:
-            self.close()
-            raise UnsupportedModel(
-                "the model read these tokens and stored none of them, as transformers has it under "
-                "gradient checkpointing in training: call model.eval() to read with a cache"
-            )
+    def stored_nothing(self) -> UnsupportedModel:
+        """Error for a forward that has returned where it began; it is over."""
+        self.close()
+        return UnsupportedModel(
+            "the model read these tokens and stored none of them, as transformers has it under "
+            "gradient checkpointing in training: call model.eval() to read with a cache"
+        )
 
     def close(self) -> None:
         """Notes that the forward is over."""

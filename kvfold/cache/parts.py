@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Self
 
 from torch import Tensor
@@ -20,8 +21,11 @@ from kvfold.cache.phase import Phase
 from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
+from kvfold.errors import UnsupportedModel
 from kvfold.hf.stock_layers import layer_lengths
 from kvfold.methods.base import Method
+
+_SEEN = attrgetter("sequence.seen")
 
 
 class CacheParts(Cache):
@@ -41,7 +45,13 @@ class CacheParts(Cache):
     forward: OpenForward
     reads_logits: bool
     per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
+    compressed_layers: list[CompressedLayer]  # in order; the others stay transformers' own
+    states: list[LayerState]  # of the compressed layers
     _before_freezing: tuple[int, dict[int, Any]] | None = None
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self._note_layers()
 
     def copied(self, **parts: Any) -> Self:
         """A copy that shares all but these parts."""
@@ -53,16 +63,12 @@ class CacheParts(Cache):
         """Takes parts in place of its own."""
         for name, part in parts.items():
             setattr(self, name, part)
+        if "layers" in parts:
+            self._note_layers()
 
-    @property
-    def compressed_layers(self) -> list[CompressedLayer]:
-        """The layers that kvfold compresses, in order."""
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-
-    @property
-    def states(self) -> list[LayerState]:
-        """States of the compressed layers, in order."""
-        return [layer.state for layer in self.compressed_layers]
+    def _note_layers(self) -> None:
+        own = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        self.compressed_layers, self.states = own, [layer.state for layer in own]
 
     @property
     def rows(self) -> int:
@@ -95,7 +101,24 @@ class CacheParts(Cache):
 
     def is_level(self) -> bool:
         """True if all layers have stored, and attended to, the same tokens."""
-        return not self.binding.waiting and len(layer_lengths(self)) == 1
+        return not self.binding.waiting and len(self._lengths()) == 1
+
+    def common_length(self) -> int:
+        """Tokens that each layer has; UnsupportedModel if a failed forward left them unlike."""
+        lengths = self._lengths()
+        if len(lengths) > 1:
+            raise UnsupportedModel(
+                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
+                "forward failed, or single layers were cropped; make a new cache"
+            )
+        return lengths.pop()
+
+    def _lengths(self) -> set[int]:
+        """Numbers of tokens that layers with keys hold."""
+        lengths = set(map(_SEEN, self.states))
+        if len(self.states) < len(self.layers):
+            lengths |= layer_lengths(self.other_layers().values())
+        return lengths
 
     # --- blocks -----------------------------------------------------------------------------
 
@@ -107,11 +130,12 @@ class CacheParts(Cache):
         reaches it compresses, even after the block. After an error inside the block nothing is
         compressed.
         """
-        self.phase.reading, self.phase.until = until is None, until or 0
+        self.phase.begin_reading(until)
         try:
             yield
         except BaseException:
-            self.phase.until, self.phase.before_refit = 0, None
+            self.phase.complete_at(0)
+            self.phase.refit_by(None)
             raise
         finally:
             self.phase.end_reading()
@@ -122,17 +146,18 @@ class CacheParts(Cache):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Evicts nothing inside the block, so that its tokens can be cropped afterwards."""
-        before, self.phase.frozen = self.phase.frozen, True
-        outer = self._before_freezing
+        before, outer = self.phase.frozen, self._before_freezing
+        self.phase.freeze(True)
         if outer is None:
             self._before_freezing = (self.get_seq_length(), copy.deepcopy(self.other_layers()))
-            self.phase.freeze(True)
+            self.phase.note_block(True)
         try:
             yield
         finally:
-            self.phase.frozen, self._before_freezing = before, outer
+            self.phase.freeze(before)
+            self._before_freezing = outer
             if not before:
-                self.phase.freeze(False)
+                self.phase.note_block(False)
                 for layer in self.other_layers().values():
                     layer.record_past = False
 

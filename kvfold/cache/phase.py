@@ -70,10 +70,13 @@ class Phase:
     def of(cls, needs: Needs) -> Phase:
         """The phase of a new cache, which notes the ids and logits that stages read."""
         logs = {kind: need.log() for kind, need in needs.by_kind.items()}
-        return cls(
-            reads_ids=any(need.reads_ids for need in needs.observed),
-            logs={kind: log for kind, log in logs.items() if log is not None},
-        )
+        phase = cls(logs={kind: log for kind, log in logs.items() if log is not None})
+        phase.read_for(needs)
+        return phase
+
+    def read_for(self, needs: Needs) -> None:
+        """Notes whether stages of these `needs` read the ids of tokens."""
+        self.reads_ids = any(need.reads_ids for need in needs.observed)
 
     @property
     def awaits_logits(self) -> bool:
@@ -93,10 +96,8 @@ class Phase:
     def expect(self, ids: Tensor | None, start: int) -> None:
         """Notes the `ids [B, S]` of a forward that begins at column `start`.
 
-        Raises KvfoldError for embeddings (None) if a stage reads ids, and as `Surprise.begin`.
+        Called if a stage reads ids. Raises KvfoldError for embeddings (None), and as a log's begin.
         """
-        if not self.reads_ids:
-            return
         if ids is None:
             raise KvfoldError(
                 "this cache's method reads token ids, and inputs_embeds has none: give input_ids"
@@ -108,21 +109,43 @@ class Phase:
             log.begin(ids, start, prompt, step == "prefill")
 
     def note_read(
-        self, ids: Tensor, start: int, logits: Tensor | None, tokens: Tensor | None
+        self,
+        ids: Tensor,
+        start: int,
+        logits: Tensor | None,
+        tokens: Callable[[], Tensor | None],
     ) -> None:
         """Notes that a forward has read `ids [B, S]`, and its `logits [B, S, V]` if a stage does.
 
-        `tokens [B, N]` is False at padding. Raises UnsupportedModel as `Surprise.end`.
+        `tokens()` gives those `[B, N]` that are no padding. Raises UnsupportedModel as a log's end.
         """
         self.history = self.history.plus(ids, start)
         for log in self.logs.values():
-            log.end(ids, logits, tokens, self.frozen)
+            log.end(ids, logits, tokens(), self.frozen)
 
     def forget_incoming(self) -> None:
         """Notes that no forward runs."""
         self.incoming = None
         for log in self.logs.values():
             log.forget_incoming()
+
+    def begin_reading(self, until: int | None = None) -> None:
+        """Notes that several forwards are one prefill: up to `until` columns, None: to be ended."""
+        self.reading, self.until = until is None, until or 0
+
+    def end_reading(self) -> None:
+        """Notes the end of a `reading()` block, whose prompt is complete unless `until` follows."""
+        self.reading = False
+        for log in self.logs.values() if not self.until else ():
+            log.end_reading()
+
+    def complete_at(self, until: int) -> None:
+        """Notes that a prefill in pieces is complete at `until` columns; 0: no more pieces come."""
+        self.until = until
+
+    def refit_by(self, references: Callable[[int], None] | None) -> None:
+        """Takes what gives a layer its on-policy references, until layers have been refitted."""
+        self.before_refit = references
 
     @contextmanager
     def refitting(self) -> Iterator[None]:
@@ -132,16 +155,51 @@ class Phase:
         finally:
             self.before_refit = None
 
-    def end_reading(self) -> None:
-        """Notes the end of a `reading()` block, whose prompt is complete unless `until` follows."""
-        self.reading = False
-        for log in self.logs.values() if not self.until else ():
-            log.end_reading()
-
     def freeze(self, frozen: bool) -> None:
+        """Notes whether anything is evicted from now on."""
+        self.frozen = frozen
+
+    def note_block(self, frozen: bool) -> None:
         """Notes that an outermost `frozen()` block begins or ends."""
         for log in self.logs.values():
             log.freeze(frozen)
+
+    def repeat(self, forward: ReconstructionForward | None) -> None:
+        """Notes that a forward repeats part of the context, or asks about it; None: no longer."""
+        self.repeating = forward
+
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """Layers run one by one inside the block, on fewer and fewer tokens (PyramidInfer)."""
+        self.layerwise = True
+        try:
+            yield
+        finally:
+            self.layerwise, self.observed = False, None
+
+    def note_observed(self, observation: Observation) -> None:
+        """Takes what the last layer of a layer-wise prefill saw."""
+        self.observed = observation
+
+    def keep_first(self, prefix: Tensor) -> None:
+        """Keeps the first tokens of each row `[B]` beside the budget."""
+        self.prefix = prefix
+
+    def keep_own(self, size: int) -> None:
+        """Has a fork keep `size` entries per KV head of its own tokens."""
+        self.own_size = size
+
+    def note_ended(self, ended: Tensor | None) -> None:
+        """Takes the padding that rows read after their end, true in `[B, N]`."""
+        self.ended = ended
+
+    def note_ids(self, ids: Tensor) -> None:
+        """Takes the ids `[B, N]` of all that was read."""
+        self.history = History(ids)
+
+    def compact(self) -> None:
+        """Puts the ids of all that was read in one tensor of their own."""
+        self.history = self.history.compact()
 
     def ids(self, seen: int, device: torch.device) -> Tensor | None:
         """Token ids `[B, seen]` of all columns, int64, −1 where unknown; None if all are."""

@@ -131,7 +131,7 @@ class LayerState:
             if new > 1 and not own and store.dead:
                 self.copy_alive()
             stored = store.append(keys, values, self.sequence.seen)
-        self.sequence.seen += new
+        self.sequence.grow(new)
         if self.surplus is not None:
             self.surplus += new
         if self.reindexed is not None:

@@ -174,7 +174,7 @@ class PromptReading:
         """The prompts in a cache whose prefill stays open."""
         given = self._given(cache)
         # Left open: the cache is only copied, and dropped with its prefill unfinished.
-        cache.phase.reading = True
+        cache.phase.begin_reading()
         read_on(self.model, cache, given.ids, given.padding)
         return CompressedPrompts(self.prompts, cache, given)
 

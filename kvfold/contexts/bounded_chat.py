@@ -15,7 +15,6 @@ from kvfold.contexts.answer import AnswerStream
 from kvfold.contexts.chat import Chat
 from kvfold.contexts.document import CompressedDocument
 from kvfold.errors import BudgetError, KvfoldError
-from kvfold.hf.stock_layers import layer_lengths
 
 
 class BoundedChat(Chat):
@@ -57,7 +56,7 @@ class BoundedChat(Chat):
             try:
                 return super()._generate_ids(asked, answer, options)
             finally:
-                if len(layer_lengths(reader)) == 1 and not reader.binding.waiting:
+                if reader.is_level():
                     reader.crop(start - reader.get_seq_length())
 
     def _catch_up(self) -> None:

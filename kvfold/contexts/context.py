@@ -200,7 +200,7 @@ def compress(
         seed=seed,
         keep_scores=keep_scores,
     )
-    cache.binding.frame = frame
+    cache.binding.put_frame(frame)
     check_reusable(cache.method)
     check_compress(compress)
     if keep_scores and compress == "per_chunk":
@@ -249,7 +249,7 @@ def compress_each(
     frame, ids = prompt(tokenizer, cache.method, document, special_tokens, system, template)
     check_tokens(model, ids)
     for made in caches:
-        made.binding.frame = frame
+        made.binding.put_frame(frame)
     ids = ids.to(model.device)
     check_length(model, reach(cache, ids.shape[1], None), allow_longer)
     with ExitStack() as reading:

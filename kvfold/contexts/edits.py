@@ -162,7 +162,7 @@ def _reread(
         seed=cache.seed,
         keep_scores=state.plan.keep_scores,
     )
-    fresh.binding.frame = cache.binding.frame
+    fresh.binding.put_frame(cache.binding.frame)
     if cache.per_chunk is None:
         read_turn(state.rotation.model, fresh, ids, chunk=chunk)
     else:

@@ -51,7 +51,7 @@ def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Docume
         protect=cache.protect,
         seed=cache.seed,
     )
-    made.binding.frame = context.frame
+    made.binding.put_frame(context.frame)
     read_turn(context.model, made, context.ids, chunk=prefill_chunk)
     asked = Chat(context).question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)

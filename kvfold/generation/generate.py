@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import History
 from kvfold.errors import KvfoldError
 from kvfold.generation.assisted import after_prompt
 from kvfold.generation.reading import read_per_chunk, read_turn
@@ -78,7 +77,7 @@ def generate(
             _read_ahead(request)
             return _assisted(request) if request.assisted else _decode(request)
     finally:
-        read.phase.until = 0  # else the next prompt would go on where this one failed
+        read.phase.complete_at(0)  # else the next prompt would go on where this one failed
 
 
 def _read_ahead(request: Request) -> None:
@@ -87,7 +86,7 @@ def _read_ahead(request: Request) -> None:
     ids, total = request.input_ids[:, : request.stop], request.input_ids.shape[1]
     if request.stop > request.resumed.seen and how.per_chunk:
         read_per_chunk(model, cache, ids, mask, how.prefill_chunk)
-        cache.phase.until = total  # a piece of one token is no decode step
+        cache.phase.complete_at(total)  # a piece of one token is no decode step
     elif request.stop > request.resumed.seen:
         until = request.stop if request.assisted else total
         read_turn(model, cache, ids, mask, until, how.prefill_chunk)
@@ -102,7 +101,7 @@ def _decode(request: Request) -> Any:
     processors = [noting, *(options.get("logits_processor") or [])]
     options = options | {"logits_processor": processors}
     generate = partial(decode_compiled, request.new) if request.how.compile else stock_generate
-    cache.cannot_be_dropped = True
+    cache.take(cannot_be_dropped=True)
     try:
         return generate(
             request.model,
@@ -119,8 +118,9 @@ def _decode(request: Request) -> Any:
             "leave out what has been read"
         ) from error
     finally:
-        cache.cannot_be_dropped, cache.phase.ended = False, None
-        cache.phase.history = cache.phase.history.compact()
+        cache.take(cannot_be_dropped=False)
+        cache.phase.note_ended(None)
+        cache.phase.compact()
 
 
 def _assisted(request: Request) -> Any:
@@ -138,7 +138,8 @@ def _assisted(request: Request) -> Any:
         )
     new = out if isinstance(out, Tensor) else out.sequences
     whole = torch.cat([ids[:, :-1], new], 1)
-    cache.phase.history = History(whole[:, : cache.get_seq_length()]).compact()
+    cache.phase.note_ids(whole[:, : cache.get_seq_length()])
+    cache.phase.compact()
     if isinstance(out, Tensor):
         return whole
     out.sequences = whole

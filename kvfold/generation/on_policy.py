@@ -61,7 +61,7 @@ class OnPolicyReferences:
     def __call__(self, layer: int) -> None:
         """Adds the reference queries of a layer; all below it are refitted already."""
         phase, before = self._cache.phase, self._cache.phase.frozen
-        phase.frozen = True
+        phase.freeze(True)
         try:
             for below in range(self._reached, layer):
                 self._forwards = [
@@ -69,10 +69,11 @@ class OnPolicyReferences:
                 ]
             self._reached = layer
             for forward in self._forwards:
-                phase.repeating = forward.repeating
+                phase.repeat(forward.repeating)
                 self._run(layer, forward)
         finally:
-            phase.frozen, phase.repeating = before, None
+            phase.freeze(before)
+            phase.repeat(None)
 
     def _run(self, layer: int, forward: _Repetition) -> Tensor:
         """The output of a layer, whose cache stays as it was."""

@@ -88,7 +88,7 @@ def read_per_chunk(
     """
     for end in piece_turns(model, cache, mask, cache.get_seq_length(), input_ids.shape[1], chunk):
         read_turn(model, cache, input_ids[:, :end], mask, end, chunk)
-    cache.per_chunk = chunk
+    cache.take(per_chunk=chunk)
 
 
 def piece_turns(

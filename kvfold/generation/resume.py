@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.continuation import check_prompt, parting
-from kvfold.cache.history import History
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import text_config
 
@@ -122,10 +121,10 @@ class IdsRead:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         phase, answer = self.cache.phase, input_ids[:, self.prompt :]
-        phase.history = History(input_ids)
+        phase.note_ids(input_ids)
         if len(self.eos) and len(answer) > 1:
             self.eos = self.eos.to(answer.device)
             ended = torch.isin(answer, self.eos).cumsum(-1) > 0
             ended = F.pad(ended, (self.prompt + 1, 0))
-            phase.ended = ended if bool(ended.any()) else None
+            phase.note_ended(ended if bool(ended.any()) else None)
         return scores

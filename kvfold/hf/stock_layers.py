@@ -7,11 +7,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
@@ -94,21 +92,9 @@ def has_recurrent(layers: Iterable[Any]) -> bool:
     return any(map(is_recurrent, layers))
 
 
-def layer_lengths(cache: Cache) -> set[int]:
+def layer_lengths(layers: Iterable[Any]) -> set[int]:
     """Set of the numbers of tokens that layers with keys hold."""
-    layers: list[Any] = cache.layers
     return {layer.get_seq_length() for layer in layers if _has_keys(type(layer))}  # type: ignore[arg-type]
-
-
-def common_length(cache: Cache) -> int:
-    """Tokens that each layer has; UnsupportedModel if a failed forward left them unlike."""
-    lengths = layer_lengths(cache)
-    if len(lengths) > 1:
-        raise UnsupportedModel(
-            f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
-            "forward failed, or single layers were cropped; make a new cache"
-        )
-    return max(lengths, default=0)
 
 
 @functools.cache
@@ -147,7 +133,7 @@ def crop_stock(layer: Any, tokens_to_remove: int) -> None:
 
 def detach_layers(layers: Iterable[Any]) -> None:
     """Lets go of the graph of a forward with gradients: torch copies no tensor inside a graph."""
-    for layer in layers if torch.is_grad_enabled() else ():
+    for layer in layers:
         for name, value in vars(layer).items():
             setattr(layer, name, _detached(value))
 

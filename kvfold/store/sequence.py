@@ -61,6 +61,14 @@ class LogicalSequence:
         first = first[:, None].expand(-1, positions.shape[1], -1)
         return pick(first, positions, -1)
 
+    def grow(self, new: int) -> None:
+        """Notes `new` columns, tokens unless a mask or `hide` says otherwise."""
+        self.seen += new
+
+    def note_mask(self, valid: Tensor | None) -> None:
+        """Takes the mask `[B, N]` of all columns; None: all are tokens."""
+        self.valid = valid
+
     def hide(self, padding: Tensor) -> None:
         """Notes that the columns at which `padding [B, ≥ seen]` is true are no tokens."""
         tokens, others = self.tokens(), ~padding[:, : self.seen]

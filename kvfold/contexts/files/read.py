@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fits import Fits
-from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_trial import EntryShape, entry_shapes, other_layers
 from kvfold.cache.shrink import is_nested
@@ -84,11 +83,12 @@ def read(
     with told_as_damage(file):
         _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
-        cache.phase.prefix = _prefix(file).to(model.device, copy=True)
-    cache.per_chunk = header.per_chunk
+        cache.phase.keep_first(_prefix(file).to(model.device, copy=True))
+    cache.take(per_chunk=header.per_chunk)
     ids = _ids(file, model)[None].to(model.device)
-    cache.phase.history = History(ids).compact()
-    cache.binding.frame = header.frame
+    cache.phase.note_ids(ids)
+    cache.phase.compact()
+    cache.binding.put_frame(header.frame)
     return Context(model, tokenizer, cache, header.frame, ids, header.level)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import History
 from kvfold.errors import KvfoldError
 from kvfold.hf.decoder_layers import DecoderLayers
 from kvfold.kernels.gather import pick
@@ -45,8 +44,7 @@ def read_layerwise(
     columns = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
     columns = columns.masked_fill(mask == 0, -1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache.phase.layerwise = True
-    try:
+    with cache.phase.layer_by_layer():
         for index, layer in enumerate(cache.compressed_layers):
             at = positions.gather(1, columns.clamp(min=0))
             hidden = layers.run(index, hidden, columns >= 0, at, cache)
@@ -57,6 +55,5 @@ def read_layerwise(
             wide = slots.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
             hidden = hidden.gather(1, wide)
             columns = pick(columns, slots.to(columns.device), -1)
-    finally:
-        cache.phase.layerwise, cache.phase.observed = False, None
-    cache.phase.history = History(input_ids).compact()
+    cache.phase.note_ids(input_ids)
+    cache.phase.compact()

@@ -76,7 +76,7 @@ def reconstruct(
             f"the prompt does not begin with {how.instruction.strip()!r}, as {cache.method} wants: "
             "use kvfold.compress, which puts it there, or leave out instruction=true"
         )
-    cache.phase.prefix = prefix
+    cache.phase.keep_first(prefix)
     if how.head_scores is not None:
         give_head_scores(cache, how.head_scores)
         return
@@ -92,7 +92,7 @@ def reconstruct(
     references = _on_policy(model, cache)
     for forward in forwards:
         _read_after(model, cache, mask, prefix, forward, references)
-    cache.phase.before_refit = references
+    cache.phase.refit_by(references)
     if how.demote:
         marks = [structural(tokenizer, text, how.demote_repeats) for text in texts]
         _demote(cache, marks, how.demote)
@@ -191,13 +191,13 @@ def _read_after(
     text = mask.shape[1]
     totals = [forward.total or of_row for of_row in mask.sum(-1).tolist()]
     repeating = ReconstructionForward(text, list(map(len, rows)), totals, scored, how.rms)
-    cache.phase.repeating = repeating
+    cache.phase.repeat(repeating)
     try:
         with cache.frozen(), _weighing_queries(cache, repeating):
             read_tokens(model, new, cache, padded, at_once=True)
             cache.crop(-longest)
     finally:
-        cache.phase.repeating = None
+        cache.phase.repeat(None)
     if references is not None:
         references.add(new, whole, totals)
 

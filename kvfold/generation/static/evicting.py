@@ -172,8 +172,8 @@ class StaticEvicting(StaticBuffers):
         state = layer.state
         slots = alive(self.positions[:, :, : int(self.used)])
         new = int(self.used + self.evicted) - state.seen
-        state.sequence.seen += new
-        state.sequence.valid = state.sequence.tokens()
+        state.sequence.grow(new)
+        state.sequence.note_mask(state.sequence.tokens())
         layer.leave_out_ended()
         store = DenseStore(take(self.keys, slots), take(self.values, slots))
         positions = pick(self.positions, slots, -1)

@@ -108,7 +108,7 @@ class StaticBuffers(StaticLayer):
     def hand_back(self, layer: CompressedLayer) -> None:
         used = int(self.used)
         layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
-        layer.state.sequence.valid = layer.state.sequence.tokens()
+        layer.state.sequence.note_mask(layer.state.sequence.tokens())
         layer.leave_out_ended()
         layer.state.stored().crop(0)  # gives back unused room
 

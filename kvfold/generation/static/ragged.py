@@ -96,7 +96,7 @@ class StaticRagged(StaticLayer):
         return None if tokens is None else tokens[:, self.layer.state.seen - new :]
 
     def hand_back(self, layer: CompressedLayer) -> None:
-        layer.state.sequence.valid = layer.state.sequence.tokens()
+        layer.state.sequence.note_mask(layer.state.sequence.tokens())
         layer.leave_out_ended()
 
     def nbytes(self, counted: set[int]) -> int:
