@@ -34,6 +34,7 @@ from kvfold.store.entry_norms import norms_of
 
 Calls = dict[LayerState, AttentionCall]
 Stores = dict[LayerState, DenseStore]
+Entries = dict[LayerState, tuple[Tensor, Tensor]]  # keys and values
 # Forced ends and stored heads; KV heads, holes or none, shape and device of the rows
 RowKind = tuple[tuple[int, int] | None, int, int, bool, torch.Size, torch.device]
 Kind = TypeVar("Kind", bound=Hashable)
@@ -71,11 +72,10 @@ def predicted_slot(state: LayerState, call: AttentionCall, store: DenseStore) ->
     merge = state.plan.stages.merge
     if merge is None or merge.norms != "keys" or call.logits.get("softcap") is not None:
         return None
-    ends, keys = state.forced_ends(), store.keys
-    stored = keys.shape[2]
-    if ends is None or sum(ends) >= stored or call.key.shape != keys.shape:
+    ends, stored = state.forced_ends(), call.key.shape[2]
+    if ends is None or sum(ends) >= stored or state.plan.caches_latents:
         return None
-    return stored - ends[1] - 1 if keys.dtype == torch.float32 else None
+    return stored - ends[1] - 1 if call.key.dtype == torch.float32 else None
 
 
 def evict_after_token(state: LayerState, call: AttentionCall) -> None:
@@ -106,8 +106,9 @@ def evict_one(calls: Calls) -> None:
         stores[state].drop(slot)
     merge, merging = stages.merge, {state: state.merging for state in slots}
     if merge is not None and merge.one is not None:
-        for alike in _grouped(slots, partial(_entry_kind, stores)).values():
-            changes = merge.one(_merge_inputs(alike, slots, calls, stores))
+        entries = {state: stores[state].dense() for state in slots}
+        for alike in _grouped(slots, partial(_entry_kind, entries)).values():
+            changes = merge.one(_merge_inputs(alike, slots, calls, stores, entries))
             for state, change in zip(alike, changes, strict=True):
                 stores[state].change(change.slot, change.keys, change.values, change.norms)
                 merging[state] = change.state
@@ -142,10 +143,10 @@ def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
 def _row_kind(calls: Calls, stores: Stores, state: LayerState) -> RowKind:
     """The properties that layers share when their attention rows can be joined."""
     call, store = calls[state], stores[state]
-    row = call.row
+    row, each = call.row, call.key.shape[1]
     assert row is not None
-    heads = store.keys.shape[1]
-    return state.forced_ends(), heads, call.key.shape[1], store.holes, row.shape, row.device
+    heads = store.keys.shape[1] if state.plan.caches_latents else each
+    return state.forced_ends(), heads, each, store.holes, row.shape, row.device
 
 
 def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
@@ -226,27 +227,30 @@ def _merges_one(state: LayerState) -> bool:
 
 
 def _merge_inputs(
-    alike: list[LayerState], slots: dict[LayerState, Tensor], calls: Calls, of_states: Stores
+    alike: list[LayerState],
+    slots: dict[LayerState, Tensor],
+    calls: Calls,
+    of_states: Stores,
+    entries: Entries,
 ) -> list[Leaving]:
     """Inputs of the merge stage for layers whose entries have one shape."""
-    stores = [of_states[state] for state in alike]
+    stores, held = [of_states[state] for state in alike], [entries[state] for state in alike]
     merge = alike[0].plan.stages.merge
     of = None if merge is None else merge.norms
     norms: Sequence[Tensor | None] = [None] * len(alike)
     if of is not None:
-        newest = norms_of(joined([store.entries(of)[:, :, -1:] for store in stores]))
-        each = zip(stores, newest.chunk(len(stores)), strict=True)
-        norms = [store.norms(of, norm) for store, norm in each]
+        measured = [keys if of == "keys" else values for keys, values in held]
+        newest = norms_of(joined([each[:, :, -1:] for each in measured])).chunk(len(alike))
+        each = zip(stores, measured, newest, strict=True)
+        norms = [store.norms(rows, norm) for store, rows, norm in each]
     chosen = [slots[state] for state in alike]
     products = _products([calls[state].predicted for state in alike], chosen)
     inputs = []
-    for state, store, slot, norm, product in zip(
-        alike, stores, chosen, norms, products, strict=True
-    ):
+    for i, (state, store) in enumerate(zip(alike, stores, strict=True)):
         hidden = store.hidden
         assert hidden is not None
-        entries = store.keys, store.values
-        inputs.append(Leaving(*entries, hidden, slot, state.merging, norm, product))
+        beside = state.merging, norms[i], products[i]
+        inputs.append(Leaving(*held[i], hidden, chosen[i], *beside))
     return inputs
 
 
@@ -263,9 +267,9 @@ def _products(
     ]
 
 
-def _entry_kind(stores: Stores, state: LayerState) -> tuple[object, ...]:
+def _entry_kind(entries: Entries, state: LayerState) -> tuple[object, ...]:
     """Shapes, dtype and device that layers must have in common so that they merge together."""
-    keys, values = stores[state].keys, stores[state].values
+    keys, values = entries[state]
     return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
 
 

@@ -140,9 +140,9 @@ class ModelBinding:
         model = None if self._model is None else self._model()
         if model is None:
             return
-        if step and self.read_by is not None and self._scales is not None:
+        if step and self.read_by is not None:
             same = active_adapters(model) == self.read_by.adapters.names
-            if same and not self._scales.changed():
+            if same and (self._scales is None or not self._scales.changed()):
                 return
         parts = parts_of(model)
         now = read_by(parts, rope_is_fixed=self.rope is None)
@@ -152,7 +152,8 @@ class ModelBinding:
                 f"this cache {changed}, which would read these entries wrongly: switch back, or "
                 "make a new cache"
             )
-        self.read_by, self._scales = now, Scales(parts.layers)
+        scales = Scales(parts.layers)
+        self.read_by, self._scales = now, scales if scales.any else None
 
     def check_length(self, columns: int) -> None:
         """Raises KvfoldError if a text of `columns` makes windows slide that cover shorter ones."""

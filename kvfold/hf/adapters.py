@@ -124,6 +124,11 @@ class Scales:
             if "scaling" in vars(layer)
         ]
 
+    @property
+    def any(self) -> bool:
+        """True if there are scales to watch."""
+        return bool(self._then)
+
     def changed(self) -> bool:
         """True if a scale is another than it was when this was made."""
         for layer, then in self._then:

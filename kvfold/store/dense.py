@@ -15,7 +15,7 @@ from kvfold.kernels.views import BiasedColumns, Named
 from kvfold.store.base import Store
 from kvfold.store.buffer import ROOM, GrowingBuffer, slack
 from kvfold.store.entry_columns import EntryColumns, HolesMask, SharedColumns
-from kvfold.store.entry_norms import On, norms_of
+from kvfold.store.entry_norms import norms_of
 from kvfold.store.shared_buffer import SharedBuffer, SharedNumbers
 
 
@@ -119,18 +119,14 @@ class DenseStore(Store):
         shown = None if self._hidden is None else self._hidden.shown
         return shown if shown is not None and shown.size(2) == self._keys.length else self._hiding()
 
-    def entries(self, of: On) -> Tensor:
-        """Keys or values `[B, H, T, D]`."""
-        return self.keys if of == "keys" else self.values
-
-    def norms(self, of: On, newest: Tensor) -> Tensor:
+    def norms(self, entries: Tensor, newest: Tensor) -> Tensor:
         """Norms `[B, H, T]` of keys or values, float32, of which `newest [B, H, 1]` is the last.
 
-        Norms are stored between steps, as computing them reads all entries. A store serves either
-        keys or values: call with the same `of` always.
+        Norms are stored between steps, as computing them reads all entries `[B, H, T, D]`. A store
+        serves either keys or values: call with the same ones always.
         """
         if self._norms is None or self._norms.length != self._keys.length - 1:
-            self._norms = GrowingBuffer(norms_of(self.entries(of)))
+            self._norms = GrowingBuffer(norms_of(entries))
             return self._norms.rows
         return self._norms.append(newest)
 
@@ -200,8 +196,9 @@ class DenseStore(Store):
         """Evicts one entry of each head, at `slot [B, H, 1]`: a hole, nothing is moved."""
         if not isinstance(self._columns, EntryColumns):
             self._columns = EntryColumns(self.columns)
+        hidden = self.hidden
         # Written through the view into the mask's buffer.
-        self._hiding().scatter_(2, slot, -torch.inf)
+        (self._hiding() if hidden is None else hidden).scatter_(2, slot, -torch.inf)
         self._marked = False
         self.dead, self.holes = self.dead + 1, True
 

@@ -218,9 +218,9 @@ class RaggedStore(Store):
         return ((slot >= first) & (slot < last)).unflatten(0, (self.rows, self.heads))
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        stored = self._keys.append(keys), self._values.append(values)
+        stored = self._keys.tail.append(keys), self._values.tail.append(values)
         if self._bias is not None:
-            self._bias.append(self._bias.tail.rows.new_zeros(*keys.shape[:3], 1))
+            self._bias.tail.append(keys.new_zeros(*keys.shape[:3], 1, dtype=torch.float32))
         if self._new == 0:
             self._first_new = first
         self._new += keys.shape[2]

@@ -85,7 +85,8 @@ class Part:
 
     def view(self) -> PartView:
         """View for one attention call."""
-        return PartView(self.encoded, self.tail.rows, self.gaps)
+        shown = self.tail.shown  # in a step, a property less
+        return PartView(self.encoded, self.tail.rows if shown is None else shown, self.gaps)
 
     def rectangle(self, length: int) -> Tensor:
         """All entries, decoded, `[B, H, length, D]`; shorter segments padded on the left."""
@@ -94,10 +95,6 @@ class Part:
         for i in range(len(self.gaps)):
             torch.cat(seen.pieces(i), out=out[i, length - seen.length(i) :])
         return out.unflatten(0, rows.shape[:2])
-
-    def append(self, rows: Tensor) -> Tensor:
-        """Appends `rows [B, H, S, D]` to every segment; returns the tail `[B, H, T, D]`."""
-        return self.tail.append(rows)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries of every segment."""

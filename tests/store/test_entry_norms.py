@@ -35,8 +35,9 @@ def test_norms_are_those_of_what_is_stored(what):
     def newest(one):
         return one.keys[:, :, -1:].norm(dim=-1).float()
 
-    assert store.norms("keys", newest(store)).shape == (2, 3, 8)
+    assert store.norms(store.keys, newest(store)).shape == (2, 3, 8)
     assert sum(store.nbytes(set())) == before + 4 * 2 * 3 * (8 + 12)
     NORMED[what](store)
     for one in (store, store.fork()):
-        torch.testing.assert_close(one.norms("keys", newest(one)), one.keys.norm(dim=-1).float())
+        norms = one.norms(one.keys, newest(one))
+        torch.testing.assert_close(norms, one.keys.norm(dim=-1).float())
