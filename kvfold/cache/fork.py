@@ -95,7 +95,8 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
     for layer in reader.compressed_layers:
         state = layer.state
         observers = state.observers.adopted(stages.needs, {})
-        state.adopt(dataclasses.replace(state.plan, stages=stages), observers)
+        plan = dataclasses.replace(state.plan, stages=stages, keep_scores=False)
+        state.adopt(plan, observers)
         state.end_round()  # rounds are those of the document's method
     return reader
 

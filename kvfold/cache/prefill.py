@@ -10,7 +10,6 @@ import dataclasses
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
@@ -30,9 +29,8 @@ from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import Chosen, choose, scores_of
-from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.one_set import Rule
-from kvfold.methods.stages.select.top import kept_mask, top
+from kvfold.methods.stages.select.top import kept_mask
 from kvfold.methods.stages.when import Once
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSums
@@ -57,7 +55,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     state.begin_eviction()
     state.observers.end_prefill(state)
     if state.phase.own_size is not None:
-        _keep_own(state, observation, state.phase.own_size)
+        _evict_own(state, observation, state.phase.own_size)
         return
     own_forwards = stages.token_pruning or (
         ContextReconstruction in stages.needs
@@ -281,7 +279,7 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
     if ragged or stages.encode is not None:
         _keep_ragged(state, observation, slots, changed, bias)
     else:
-        state.keep_dense(slots)
+        state.keep(slots)
         if changed is not None:
             state.dense_store().replace(*changed)
         if bias is not None:
@@ -329,26 +327,14 @@ def _encode_all(state: LayerState, observation: Observation) -> None:
     _keep(state, observation, alive(state.positions()), ragged=True)
 
 
-def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
-    """Evicts a fork's own entries to the `most` best of each head; shared ones stay."""
-    store, stages = state.stored(), state.plan.stages
-    own = store.own_length
+def _evict_own(state: LayerState, observation: Observation, most: int) -> None:
+    """Evicts a fork's own entries to the `most` best of each head, beside the shared ones."""
+    own, positions = state.stored().own_length, state.positions()
     if own <= most:
         return
-    positions = state.positions()
+    shared = torch.arange(positions.shape[-1], device=positions.device) < positions.shape[-1] - own
     counts = torch.full((len(positions),), most, device=positions.device)
-    scores = scores_of(stages, dataclasses.replace(observation, budget=counts), positions.shape[1])
-    scores = with_forced(scores, stages.forced.mask(positions, counts), positions)
-    slots = top(scores[..., -own:], counts)
-    store.keep_own(slots)
-    everything = positions.shape[-1]
-
-    def kept(numbers: Tensor) -> Tensor:
-        whole = F.pad(numbers, (0, everything - numbers.shape[-1]))  # moves are of shared keys only
-        return torch.cat([whole[..., :-own], pick(whole[..., -own:], slots, 0)], -1)
-
-    state.observers.per_entry(kept)
-    state.stay()
+    evict(state, observation, counts, beside=shared & (positions >= 0))
 
 
 # --- checks and notes -----------------------------------------------------------------------

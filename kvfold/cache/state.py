@@ -236,7 +236,9 @@ class LayerState:
 
     def note_eviction(self) -> None:
         """Notes an eviction: no crop goes back before it, and re-indexed sinks move from now on."""
-        self.evicted_at = self.settled = self.sequence.seen
+        self.evicted_at = self.sequence.seen
+        if self.phase.own_size is None:  # a fork's own entries are later ones of the text
+            self.settle()
         if self.plan.stages.positions == "reindex":
             self.let_sinks_move()
 
@@ -338,11 +340,20 @@ class LayerState:
     def copy_alive(self) -> None:
         """Copies a dense store without its holes; earlier views are not affected."""
         store = self.dense_store()
-        self.keep_dense(alive(store.columns))
+        self.keep(alive(store.columns))
 
-    def keep_dense(self, slots: Tensor) -> None:
-        """Keeps the entries at `slots [B, H, K]` of a dense store, and their statistics."""
-        self.dense_store().keep(slots)
+    def keep(self, slots: Tensor) -> None:
+        """Keeps the entries at `slots [B, H, K]`, and what was observed of them.
+
+        A fork keeps all entries that it shares, and equally many of its own in each head.
+        """
+        store = self.stored()
+        if store.own_length:
+            shared = store.length - store.own_length
+            own = int((slots >= shared).sum(-1).max())
+            every = torch.arange(shared, device=slots.device).expand(*slots.shape[:2], -1)
+            slots = torch.cat([every, slots[..., slots.shape[-1] - own :]], -1)
+        store.keep(slots)
         self.observers.select(slots)
 
     # --- re-indexed sinks (StreamingLLM) ----------------------------------------------------

@@ -22,7 +22,7 @@ class Store(ABC):
     `DenseStore` can also drop, change and place single entries; `RaggedStore` can encode its oldest
     ones. Code that needs this asks a `LayerState` for its `dense_store()` or its `ragged_store()`.
 
-    Modify the store: `append`, `keep`, `keep_own`, `crop`, `index`, `set_bias`. Views taken before
+    Modify the store: `append`, `keep`, `crop`, `index`, `set_bias`. Views taken before
     `keep` and `crop` stay valid; `index` copies. `fork` and `view` share memory: nothing is copied.
     """
 
@@ -123,16 +123,15 @@ class Store(ABC):
 
     @abstractmethod
     def keep(self, slots: Tensor) -> None:
-        """Evicts all entries but those at `slots [B, H, K]`, ascending, −1 for holes."""
+        """Evicts all entries but those at `slots [B, H, K]`, ascending, −1 for holes.
+
+        Of a fork with entries of its own, all slots that it shares are among them.
+        """
 
     @property
     @abstractmethod
     def own_length(self) -> int:
         """Entries of each head that were appended after the fork; 0 if this is no fork."""
-
-    @abstractmethod
-    def keep_own(self, slots: Tensor) -> None:
-        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
 
     @abstractmethod
     def crop(self, count: int) -> None:

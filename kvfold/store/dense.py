@@ -228,6 +228,9 @@ class DenseStore(Store):
 
         Earlier views stay valid: layers that share this cache may still read them.
         """
+        if self.own_length:
+            self._keep_own(slots[..., self.length - self.own_length :])
+            return
         columns = pick(self.columns, slots, -1)
         self._columns = EntryColumns(columns)
         self._keys = GrowingBuffer.gathered(self.keys, slots)
@@ -242,8 +245,7 @@ class DenseStore(Store):
         """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own.length if isinstance(self._keys, SharedBuffer) else 0
 
-    def keep_own(self, slots: Tensor) -> None:
-        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
+    def _keep_own(self, slots: Tensor) -> None:
         shared = self.length - self.own_length
         if not isinstance(self._columns, SharedColumns):
             columns = self.columns.int()
@@ -251,7 +253,7 @@ class DenseStore(Store):
             self._columns.append(columns[:, :, shared:])
         for part in self._parts():
             assert isinstance(part, SharedBuffer)
-            part.keep_own(slots)
+            part.keep_own(slots - shared)
         self._forget()
 
     def place(self, columns: Tensor) -> None:

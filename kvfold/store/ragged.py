@@ -232,6 +232,9 @@ class RaggedStore(Store):
         All encoded entries must be among them, unless each stands alone.
         """
         length = self.length
+        if self.own_length:
+            self._keep_own(slots[..., length - self.own_length :] - (length - self.own_length))
+            return
         complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
         columns = None if complete else self.columns
         for part in self._parts():
@@ -243,8 +246,7 @@ class RaggedStore(Store):
         """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own_length
 
-    def keep_own(self, slots: Tensor) -> None:
-        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
+    def _keep_own(self, slots: Tensor) -> None:
         shared, own = self.columns.split([self.length - self.own_length, self.own_length], -1)
         columns = torch.cat([shared, own.gather(2, slots)], -1)
         for part in self._parts():
