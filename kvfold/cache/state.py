@@ -193,7 +193,9 @@ class LayerState:
         # The longest head may be gone: shorter ones are filled up on the left.
         gone = longest - self.store.length
         self.observers.per_entry(lambda x: rows(x[..., gone:]))
-        self._apply((*PER_HEAD, *PER_ROW), rows)
+        for name in (*PER_HEAD, *PER_ROW):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else rows(tensor))
         self.reports = {name: rows(report) for name, report in self.reports.items()}
         self.sequence.index(rows)
         self.observers.index(rows)
@@ -213,12 +215,6 @@ class LayerState:
         length = self.store.length
         self.observers.per_entry(lambda x: x[..., :length].clone())
         self.settle_sinks()
-
-    def _apply(self, names: tuple[str, ...], change: Callable[[Tensor], Tensor]) -> None:
-        for name in names:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, change(tensor))
 
     # --- evictions --------------------------------------------------------------------------
 

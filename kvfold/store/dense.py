@@ -242,7 +242,6 @@ class DenseStore(Store):
 
     @property
     def own_length(self) -> int:
-        """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own.length if isinstance(self._keys, SharedBuffer) else 0
 
     def _keep_own(self, slots: Tensor) -> None:

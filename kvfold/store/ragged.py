@@ -231,9 +231,9 @@ class RaggedStore(Store):
 
         All encoded entries must be among them, unless each stands alone.
         """
-        length = self.length
-        if self.own_length:
-            self._keep_own(slots[..., length - self.own_length :] - (length - self.own_length))
+        length, shared = self.length, self.length - self.own_length
+        if shared < length:
+            self._keep_own(slots, shared)
             return
         complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
         columns = None if complete else self.columns
@@ -243,14 +243,12 @@ class RaggedStore(Store):
 
     @property
     def own_length(self) -> int:
-        """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own_length
 
-    def _keep_own(self, slots: Tensor) -> None:
-        shared, own = self.columns.split([self.length - self.own_length, self.own_length], -1)
-        columns = torch.cat([shared, own.gather(2, slots)], -1)
+    def _keep_own(self, slots: Tensor, shared: int) -> None:
+        columns = self.columns.gather(2, slots)
         for part in self._parts():
-            part.keep_own(slots)
+            part.keep_own(slots[..., shared:] - shared)
         every = torch.arange(columns.shape[-1], device=slots.device).expand_as(columns)
         self._settle(columns, every.masked_fill(columns < 0, -1))
 
