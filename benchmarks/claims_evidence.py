@@ -20,8 +20,8 @@ from scipy import stats
 
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.intervals import of_mean
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.intervals import of_mean
+from kvfold.evidence.records import RecordFile
 from kvfold.report.load import load_results
 
 RECORDS, LAYERS = "records.jsonl", "layers"

@@ -27,9 +27,9 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import decoded, rotations_of
 from kvfold.contexts.files.format import opened
+from kvfold.evidence.records import RecordFile
 from kvfold.generation.reading import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
 
 HALF = 2  # bytes of a number of 16 bits

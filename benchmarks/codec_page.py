@@ -15,7 +15,7 @@ from pathlib import Path
 from codec_kl import Row, tables
 from made_parts import with_part
 
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, ROWS = DOCS / "python.md", DOCS / "results" / "codec" / "rows.jsonl"

@@ -20,8 +20,8 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from kvfold.evidence.records import RecordFile
 from kvfold.inspect.attention_maps import THRESHOLDS, LayerAttention, watch_attention
-from kvfold.jobs.records import RecordFile
 
 FILE, PICTURE = "layers.jsonl", "layers.png"
 CHARACTERS = 10  # of a token, at most: no novel has longer ones

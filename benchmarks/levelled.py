@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 import kvfold
 from kvfold.contexts.levelled import QUESTION, distance
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from kvfold.loading import Loading, load
 from kvfold.methods.stages.select.one_set import Rule
 

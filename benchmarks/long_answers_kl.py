@@ -29,7 +29,7 @@ from kvfold.checks.distance import distances
 from kvfold.checks.encoded import encode
 from kvfold.checks.prompts import prompts_of
 from kvfold.contexts.answer import end_tokens
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from kvfold.loading import Loading, load
 from kvfold.observers.column_sums import ColumnSums
 from kvfold.observers.last_queries import window_of

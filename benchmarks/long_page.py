@@ -19,8 +19,8 @@ from made_parts import with_part
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvfold.eval.run.intervals import Array, Interval, of_mean
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.intervals import Array, Interval, of_mean
+from kvfold.evidence.records import RecordFile
 from kvfold.report.style import BASELINE_DASH, COLORS, DASHES, GREY
 
 ROOT = Path(__file__).parents[1]

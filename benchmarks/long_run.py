@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 import kvfold
 from kvfold.bench.models import BenchModel
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 
 INTERVAL = 128
 COMPARED = 8  # rounds in which the long and the young answer take turns

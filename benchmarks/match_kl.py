@@ -26,11 +26,11 @@ from torch import Tensor
 import kvfold
 from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.cache.fork import fork
+from kvfold.evidence.records import RecordFile
 from kvfold.generation.readers.reconstruct import reconstruct
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content
-from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
 from kvfold.measure.cost import measured
 

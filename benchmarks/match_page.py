@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from kvfold.report.style import COLORS, DASHES
 
 Array = NDArray[np.float64]

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 import kvfold
-from kvfold.eval.run.intervals import of_mean
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.intervals import of_mean
+from kvfold.evidence.records import RecordFile
 
 PROMPT, NEXT = 700, 120
 CHARACTERS = 10 * (PROMPT + NEXT)  # no novel has tokens so long

@@ -14,7 +14,7 @@ from pathlib import Path
 from made_parts import with_part
 from merging import Record, full_loss, table
 
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PAGE, ROWS = RESULTS / "merging.md", RESULTS / "merging" / "rows.jsonl"

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import paired
 
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.evidence.estimates import IntervalEstimate
 from kvfold.methods.description import shortest
 from kvfold.report.board import Board
-from kvfold.report.summary import ReportRow, ScoreGap
+from kvfold.report.summary import ReportRow
 
 # Haystacks by task and length: their means are ranked, and drawn.
 CORE = {("ruler_niah_single_1", 1024): "noise", ("ruler_niah_single_2", 1024): "novel"}
@@ -91,7 +92,7 @@ def nbytes(row: ReportRow) -> str:
     return NONE if row.bytes_ratio is None else f"{row.bytes_ratio:.1%}"
 
 
-def gap(difference: ScoreGap | None) -> str:
+def gap(difference: IntervalEstimate | None) -> str:
     """A difference as text; ≈ if its interval holds zero."""
     if difference is None:
         return NONE

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvfold.eval.run.intervals import Array, paired, pooled_pairs
-from kvfold.eval.run.statistics import PairedDifference, of_perplexities, of_scores
 from kvfold.eval.tasks import tasks
+from kvfold.evidence.estimates import IntervalEstimate, PairedDifference, of_perplexities, of_scores
+from kvfold.evidence.intervals import Array, paired, pooled_pairs
 from kvfold.methods.base import parse
 from kvfold.report.headline import signed
-from kvfold.report.summary import ScoreGap
 
 FILE = "samples.csv.gz"
 
@@ -74,7 +73,7 @@ def gap(
     task: str | None = None,
     data: str | None = None,
     length: str | None = None,
-) -> ScoreGap:
+) -> IntervalEstimate:
     """`one` minus `other`, pooled over the scored tasks, or over those of `task`, a list.
 
     `data`, `length`: of samples from this text, of this length in tokens, only. Raises SystemExit
@@ -100,10 +99,10 @@ def gap(
             raise SystemExit(f"perplexities have no mean over texts: name one by --data ({texts})")
         (found,) = each
         assert found.low is not None and found.high is not None
-        return ScoreGap(found.value, found.low, found.high)
+        return IntervalEstimate(found.value, found.low, found.high)
     lengths = Counter(unit.task for unit in units)
     weights = [1 / (len(lengths) * lengths[unit.task]) for unit in units]
-    return ScoreGap(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
+    return IntervalEstimate(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
 
 
 def _difference(ours: Cell, theirs: Cell, scored: bool) -> PairedDifference:
@@ -119,7 +118,7 @@ def _values(cell: Cell, indices: list[int]) -> tuple[Array, Array]:
     return np.array(means), np.array([each[:, 1].sum() for each in answers])
 
 
-def written(of: ScoreGap) -> str:
+def written(of: IntervalEstimate) -> str:
     """A difference as text, in the format of the tables."""
     return f"{signed(of.value)} ({signed(of.low)} to {signed(of.high)})"
 

@@ -19,7 +19,7 @@ from match_kl import Document, Judge
 from pydantic import BaseModel, ConfigDict
 
 import kvfold
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from kvfold.loading import Loading, load
 from kvfold.store.ragged import RaggedStore
 

@@ -80,7 +80,6 @@ TESTED_BY = {
     "hf/stock_layers.py": "contexts/files/test_stock_layers.py",
     "jobs/compress.py": "cli/test_compress_many.py",
     "jobs/executor.py": "jobs/test_processes.py",
-    "jobs/records.py": "eval/run/test_run_folder.py",
     "kernels/full_precision.py": "properties/test_autocast.py",
     "kernels/logits.py": "kernels/test_reference.py",
     "kernels/segments/blocks.py": "kernels/test_ragged.py",

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import table
+from kvfold.evidence.tables import table
 from kvfold.terminal import console, errors, messages, print_json
 
 ALL = (console, errors, lambda: messages(False), lambda: messages(True))

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from kvfold.writing import check_folder, check_place, check_replaceable, replacing, write_text
 from tests.helpers.commands import refused
 from tests.helpers.contexts import DOCUMENT

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from kvfold.bench.participants import AGAIN
 from kvfold.bench.record import BenchCell
 from kvfold.bench.summary import BenchRow
-from kvfold.evidence.pictures import plain
+from kvfold.evidence.pictures import bare, plain
 
 PANELS = {
     "first_token": "time to first token",
@@ -73,6 +73,4 @@ def _draw(
             )
     panel.axvline(1, color="#888888", linewidth=0.8)
     panel.set_xlim(left=0)
-    panel.grid(axis="y", color="#eeeeee", linewidth=0.8)
-    panel.tick_params(length=0, labelsize=8)
-    panel.spines[:].set_visible(False)
+    bare(panel, grid="y")

@@ -10,27 +10,7 @@ from dataclasses import dataclass
 from kvfold.bench.answers import first_appending, place_of, size_ratio, time_ratio
 from kvfold.bench.participants import FULL, ParticipantLabel
 from kvfold.bench.record import BenchCell, RoundRecord
-
-QUARTILES = 4
-
-
-@dataclass(frozen=True)
-class Quartiles:
-    """Median and quartiles over rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles | None:
-        """The spread of `values`; None without values."""
-        if not values:
-            return None
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=QUARTILES, method="inclusive")
-        return cls(median, low, high)
+from kvfold.evidence.estimates import Quartiles
 
 
 @dataclass(frozen=True)

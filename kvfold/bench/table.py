@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 
-from kvfold.bench.summary import BenchRow, Quartiles
+from kvfold.bench.summary import BenchRow
+from kvfold.evidence.estimates import Quartiles
+from kvfold.evidence.tables import table
 
 COLUMNS = ("first token", "x full", "ms/token", "x full ", "tok/s", "bytes", "peak")
 NOTE = (
@@ -33,19 +34,10 @@ def tables(rows: Sequence[BenchRow], against: str = "the full cache") -> list[Ta
 
 
 def _table(title: str, rows: Sequence[BenchRow]) -> Table:
-    shown = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        caption=f"{NOTE}; {_rounds(rows)}",
-        caption_justify="left",
-    )
-    shown.add_column("method", overflow="fold", min_width=10)
-    for column in COLUMNS:
-        shown.add_column(column, justify="right", no_wrap=not column.startswith("x full"))
+    shown = _empty(title, f"{NOTE}; {_rounds(rows)}", COLUMNS)
+    shown.padding = (0, 1, 0, 0)
+    for column in shown.columns[1:]:
+        column.no_wrap = not str(column.header).startswith("x full")
     for row in rows:
         shown.add_row(
             str(row.label),
@@ -61,20 +53,17 @@ def _table(title: str, rows: Sequence[BenchRow]) -> Table:
 
 
 def _answers(title: str, rows: Sequence[BenchRow]) -> Table:
-    shown = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        caption=f"{ANSWERS}; {_rounds(rows)}",
-        caption_justify="left",
-    )
-    shown.add_column("method", overflow="fold", min_width=10)
-    for column in ("x full", "x append", "largest"):
-        shown.add_column(column, justify="right")
+    shown = _empty(title, f"{ANSWERS}; {_rounds(rows)}", ("x full", "x append", "largest"))
     for row in rows:
         shown.add_row(str(row.label), spread(row.answer), spread(row.append), spread(row.largest))
+    return shown
+
+
+def _empty(title: str, caption: str, numbers: Sequence[str]) -> Table:
+    """A table of participants, whose long names wrap."""
+    shown = table(title, "method", *numbers, right=numbers)
+    shown.pad_edge, shown.caption, shown.caption_justify = False, caption, "left"
+    shown.columns[0].no_wrap, shown.columns[0].min_width = False, 10
     return shown
 
 

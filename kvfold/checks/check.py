@@ -36,9 +36,9 @@ from kvfold.contexts.context import check_reusable
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.eval.run.plan import written
+from kvfold.evidence.outputs import check_apart
 from kvfold.generation.length import check_length
 from kvfold.hf.arguments import checked_arguments
-from kvfold.jobs.outputs import check_apart
 from kvfold.measure.machine import MachineSetup, commit
 from kvfold.methods.base import Method, parse
 

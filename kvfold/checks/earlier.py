@@ -14,7 +14,7 @@ from kvfold.checks.check import CheckInputs, limits_of, protocol_of, subject_of
 from kvfold.checks.prompts import CheckPrompt
 from kvfold.checks.result import CheckResult
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import REPLACE
+from kvfold.evidence.outputs import REPLACE
 
 MARK = b'"kvfold check"'
 

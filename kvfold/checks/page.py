@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 
 from kvfold.checks.chart import chart, legend
-from kvfold.checks.estimates import BootstrapEstimate
 from kvfold.checks.result import Certificate, CheckCell, CheckResult
+from kvfold.evidence import page as pages
+from kvfold.evidence.estimates import IntervalEstimate
+from kvfold.evidence.page import facts, filled, table, template
 
 CELLS = (
     "method", "budget", "kept", "bytes", "mean KL", "99th percentile", "maximum", "agreement",
@@ -22,13 +20,9 @@ SPANS = ("method", "budget", "part", "kept", "effect left", "leaked", "leaked, f
 
 def page(result: CheckResult) -> str:
     """The HTML of a result; names that users gave are text only."""
-    css, limits = _read("page.css"), result.limits
-    filled = {
-        "TITLE": escape(f"{result.subject.name}: kvfold check"),
-        "SUBJECT": escape(f"{result.subject.name}, {result.subject.dtype}"),
-        "DESCRIPTION": escape(f"{claim(result)} {evidence(result)}"),
-        "STYLE": css,
-        "STYLE_HASH": base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
+    subject, limits = result.subject, result.limits
+    values = {
+        "SUBJECT": escape(f"{subject.name}, {subject.dtype}"),
         "CLAIM": escape(claim(result)),
         "EVIDENCE": escape(evidence(result)),
         "TOLERANCE": f"{limits.mean_kl:g}",
@@ -38,11 +32,12 @@ def page(result: CheckResult) -> str:
         "CERTIFICATES": "".join(map(_certificate, result.certificates)),
         "CHART": chart(result),
         "LEGEND": legend(result),
-        "CELLS": _table("", CELLS, map(_cell, result.cells)),
+        "CELLS": table("", CELLS, map(_cell, result.cells)),
         "SPANS": _spans(result),
         "FACTS": _facts(result),
     }
-    return _filled("page.html", filled)
+    said = f"{claim(result)} {evidence(result)}"
+    return pages.page("checks", f"{subject.name}: kvfold check", said, values)
 
 
 def claim(result: CheckResult) -> str:
@@ -115,7 +110,7 @@ def _cell(of: CheckCell) -> list[str]:
     ]
 
 
-def _estimate(of: BootstrapEstimate, form: str) -> str:
+def _estimate(of: IntervalEstimate, form: str) -> str:
     return f"{of.value:{form}} <small>{of.low:{form}} to {of.high:{form}}</small>"
 
 
@@ -134,14 +129,16 @@ def _spans(result: CheckResult) -> str:
                 "" if leaked is None else f"{leaked.recall:.2f}",
                 "" if leaked is None else f"{leaked.recall_full:.2f}",
             ])  # fmt: skip
-    return _filled("spans.html", {"TABLE": _table("names", SPANS, lines)}) if lines else ""
+    if not lines:
+        return ""
+    return filled(template("checks", "spans.html"), {"TABLE": table("names", SPANS, lines)})
 
 
 def _facts(result: CheckResult) -> str:
     protocol, subject = result.protocol, result.subject
     versions = ", ".join(f"{name} {number}" for name, number in result.setup.versions.items())
     told = "together with their questions" if protocol.question_aware else "before their questions"
-    facts = {
+    return facts({
         "Model": f"{subject.name}, {subject.dtype}, attention {subject.attention}",
         "Weights": f"{subject.weights}, configuration {subject.config}",
         "Compression": f"contexts {told}; prompts without a question as a whole",
@@ -153,21 +150,4 @@ def _facts(result: CheckResult) -> str:
         "Commit": result.commit or "",
         "Prompts": result.prompts_digest,
         "Result": result.digest,
-    }
-    return "".join(f"<dt>{n}</dt><dd>{escape(v)}</dd>" for n, v in facts.items() if v)
-
-
-def _table(kind: str, names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{one}</td>' for one in line)}</tr>" for line in lines)
-    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _filled(template: str, values: dict[str, str]) -> str:
-    """A template with `@@NAME@@` replaced by values."""
-    parts = _read(template).split("@@")
-    return "".join(values[part] if number % 2 else part for number, part in enumerate(parts))
-
-
-def _read(name: str) -> str:
-    return files("kvfold.checks").joinpath("template", name).read_text(encoding="utf-8")
+    })  # fmt: skip

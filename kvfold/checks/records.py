@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from kvfold.checks.reading import MethodAtBudget
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.read_files import digests
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 
 RECORDS = "check.jsonl"
 FULL = "full"

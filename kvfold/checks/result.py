@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.checks.estimates import BootstrapEstimate
 from kvfold.eval.run.cell import EvaluatedModel
+from kvfold.evidence.estimates import IntervalEstimate
 from kvfold.measure.machine import MachineSetup
 
 
@@ -50,7 +50,7 @@ class AnswerLengths(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     prompts: int
-    ratio: BootstrapEstimate
+    ratio: IntervalEstimate
     at_limit: float
     at_limit_full: float
 
@@ -93,11 +93,11 @@ class CheckCell(BaseModel):
     prompts: int
     kept: float
     bytes_ratio: float
-    kl: BootstrapEstimate
-    kl_p99: BootstrapEstimate
+    kl: IntervalEstimate
+    kl_p99: IntervalEstimate
     kl_max: float
-    agreement: BootstrapEstimate
-    perplexity_ratio: BootstrapEstimate
+    agreement: IntervalEstimate
+    perplexity_ratio: IntervalEstimate
     first_disagreement: float
     floor: float
     equal: bool

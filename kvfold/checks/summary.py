@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvfold.checks.encoded import EncodedPrompt
-from kvfold.checks.estimates import bootstrapped, exp_mean_of, mean_of, quantile_of, ratio_of
 from kvfold.checks.measure import Attack, PromptMeasurements
 from kvfold.checks.reading import MethodAtBudget
 from kvfold.checks.records import FULL, CheckRecord, FreeAnswer, PromptDistances
 from kvfold.checks.result import AnswerLengths, CheckCell, Leakage, SpanRetention
+from kvfold.evidence.bootstrap import bootstrapped, exp_mean_of, mean_of, quantile_of, ratio_of
 
 P99 = 0.99
 # A KL below so many times the noise floor is noise.

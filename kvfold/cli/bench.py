@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvfold.bench.record import BenchCell, RoundRecord
     from kvfold.bench.session import BenchSession
     from kvfold.bench.summary import BenchRow
-    from kvfold.jobs.records import RecordFile
+    from kvfold.evidence.records import RecordFile
 
 METHODS = (
     "snapkv", "pyramidkv:window=8", "knorm", "tova", "h2o", "d2o", "kvzip", "adakv",
@@ -102,8 +102,8 @@ def command(
         from kvfold.bench.peers import peers
         from kvfold.bench.record import BenchCell, RoundRecord
         from kvfold.bench.session import BenchSession
+        from kvfold.evidence.records import RecordFile
         from kvfold.generation.static.decode import compiling
-        from kvfold.jobs.records import RecordFile
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = labels(method or METHODS, words(budgets))
@@ -244,6 +244,7 @@ def _show(
     from kvfold.bench.picture import figure
     from kvfold.bench.summary import rows
     from kvfold.bench.table import tables
+    from kvfold.evidence.pictures import save
 
     records = [record for record in store.load().records if record.cell in cells]
     if as_json:
@@ -260,8 +261,5 @@ def _show(
     if len(commits) > 1:
         screen.print(f"recorded at several commits: {', '.join(map(str, commits))}")
     picture = store.path.with_suffix(".png")
-    try:
-        figure(rows(records)).savefig(picture)
-    except (OSError, ValueError) as problem:
-        raise KvfoldError(f"cannot write {picture}: {problem}") from problem
+    save(figure(rows(records)), picture)
     screen.print(Text(f"records: {store.path.resolve()}\npicture: {picture.resolve()}"))

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
 from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
-from kvfold.jobs.outputs import check_apart, check_own
+from kvfold.evidence.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
 from kvfold.writing import check_folder, check_replaceable, write_text

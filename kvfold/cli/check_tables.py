@@ -7,7 +7,7 @@ from rich.table import Table
 
 from kvfold.checks.page import verdict as verdict
 from kvfold.checks.result import CheckResult
-from kvfold.cli.console import table
+from kvfold.evidence.tables import table
 
 NEGLIGIBLE = 1e-5  # nats, far below any limit
 

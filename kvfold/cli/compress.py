@@ -13,15 +13,7 @@ import typer
 from rich.console import Console
 
 from kvfold.cli.compress_budgets import budgets_of, compress_to_budgets, paths_of
-from kvfold.cli.console import (
-    kept_per_layer,
-    progress,
-    say_ask,
-    size,
-    stats_json,
-    table,
-    watched,
-)
+from kvfold.cli.console import kept_per_layer, progress, say_ask, stats_json, watched
 from kvfold.cli.options import (
     BUDGET_HELP,
     AllowLonger,
@@ -43,7 +35,8 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.evidence.outputs import check_apart
+from kvfold.evidence.tables import size, table
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 from kvfold.writing import check_place, has_content

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvfold.cli.console import progress, say_ask, size, stats_json, table, watched
+from kvfold.cli.console import progress, say_ask, stats_json, watched
 from kvfold.cli.options import checked
 from kvfold.errors import KvfoldError
+from kvfold.evidence.tables import size, table
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, print_json
 

@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import counted, say_ask, size, stats_json, table
+from kvfold.cli.console import counted, say_ask, stats_json
 from kvfold.cli.options import read_text
 from kvfold.contexts.files.format import check_context_place
 from kvfold.errors import KvfoldError
+from kvfold.evidence.tables import size, table
 from kvfold.jobs.compress import (
     CompressJob,
     CompressOptions,

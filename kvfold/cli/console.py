@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of the commands: progress, tables, sizes and durations."""
+"""Progress of the commands, and what several of them print."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,7 +24,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from kvfold.terminal import console, messages
@@ -107,29 +105,6 @@ def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], Non
     with progress(out, MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
-
-
-def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the first column never wraps, columns in `right` are right-aligned."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in right else "left"
-        made.add_column(column, justify=justify, no_wrap=column == columns[0], overflow="fold")
-    return made
-
-
-def size(count: int) -> str:
-    """A number of bytes as text, in B, KiB, MiB, GiB or TiB."""
-    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount /= 1024
-        units.pop(0)
-    return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"
-
-
-def seconds(duration: float) -> str:
-    """A duration in seconds as text, in s or ms."""
-    return f"{duration:.2f} s" if duration >= 1 else f"{duration * 1000:.1f} ms"
 
 
 def kept_per_layer(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[str, str]]:

@@ -18,10 +18,11 @@ from rich.text import Text
 
 from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.bench import words
-from kvfold.cli.console import progress, size, table
+from kvfold.cli.console import progress
 from kvfold.cli.options import ModelOption, ModelPlace, model_of, read_text
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart, check_own
+from kvfold.evidence.outputs import check_apart, check_own
+from kvfold.evidence.tables import size, table
 from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
 from kvfold.writing import check_folder, check_place, write_text

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
-from kvfold.cli.console import counted, table
+from kvfold.cli.console import counted
 from kvfold.cli.options import (
     Json,
     ModelOption,
@@ -27,6 +27,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
+from kvfold.evidence.tables import table
 from kvfold.loading import Loading, load
 from kvfold.terminal import messages, print_json
 from kvfold.writing import check_folder

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvfold.cli.console import progress, table
+from kvfold.cli.console import progress
 from kvfold.cli.options import (
     Encoding,
     Json,
@@ -24,7 +24,8 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.evidence.outputs import check_apart
+from kvfold.evidence.tables import table
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 from kvfold.writing import has_content

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvfold.cli.console import kept_per_layer, size, table
+from kvfold.cli.console import kept_per_layer
 from kvfold.cli.options import Json
+from kvfold.evidence.tables import size, table
 from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:

@@ -201,6 +201,7 @@ def _write(
     layers: Sequence[LayerAttention],
     retentions: Sequence[Retention],
 ) -> None:
+    from kvfold.evidence.pictures import save
     from kvfold.inspect import pictures
     from kvfold.inspect.page import page
 
@@ -212,10 +213,6 @@ def _write(
         pictures.norm_figure(layers),
         pictures.kept_maps_figure(document, indices, retentions),
     )
-    try:
-        for name, figure in zip(PICTURES, figures, strict=True):
-            figure.savefig(folder / name)
-        whole = page(title, document, layers, retentions)
-        write_text(folder / PAGE, whole)
-    except OSError as problem:
-        raise KvfoldError(f"cannot write to {folder}: {problem}") from problem
+    for name, figure in zip(PICTURES, figures, strict=True):
+        save(figure, folder / name)
+    write_text(folder / PAGE, page(title, document, layers, retentions))

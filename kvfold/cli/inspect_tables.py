@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvfold.cache.stats import OVER_BUDGET
-from kvfold.cli.console import size, table
+from kvfold.evidence.tables import size, table
 from kvfold.inspect.attention_maps import MOST, SINKS, THRESHOLDS, LayerAttention, lazy_window
 from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.retention import Retention

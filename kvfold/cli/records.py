@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvfold.errors import KvfoldError
-from kvfold.jobs.records import M, RecordFile
+from kvfold.evidence.records import M, RecordFile
 
 if TYPE_CHECKING:
     from kvfold.eval.run.cell_result import CellResult

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvfold.cli.options import Json
 from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_own
+from kvfold.evidence.outputs import check_own
 from kvfold.terminal import messages, print_json
 from kvfold.writing import check_folder, check_replaceable
 

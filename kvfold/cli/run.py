@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cache.stats import OVER_BUDGET
-from kvfold.cli.console import kept_per_layer, seconds, size, stats_json, table
+from kvfold.cli.console import kept_per_layer, stats_json
 from kvfold.cli.options import (
     AllowLonger,
     BudgetText,
@@ -33,6 +33,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
+from kvfold.evidence.tables import seconds, size, table
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvfold.cli.console import size
 from kvfold.cli.options import (
     AllowLonger,
     CodecText,
@@ -25,6 +24,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
+from kvfold.evidence.tables import size
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, errors
 

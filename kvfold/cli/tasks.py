@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from kvfold.cli.console import table
 from kvfold.cli.options import Json
+from kvfold.evidence.tables import table
 from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:

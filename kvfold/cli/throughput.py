@@ -16,7 +16,6 @@ from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import FULL
 from kvfold.bench.record import check_setup
 from kvfold.bench.session import BenchSession
-from kvfold.bench.summary import Quartiles
 from kvfold.bench.table import rate, spread
 from kvfold.bench.throughput import (
     ThroughputCell,
@@ -26,9 +25,11 @@ from kvfold.bench.throughput import (
     throughput_labels,
 )
 from kvfold.budget import Budget
-from kvfold.cli.console import progress, size, table
+from kvfold.cli.console import progress
 from kvfold.cli.records import loaded
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.estimates import Quartiles
+from kvfold.evidence.records import RecordFile
+from kvfold.evidence.tables import size, table
 from kvfold.terminal import print_json
 
 

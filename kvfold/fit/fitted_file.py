@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.evidence.outputs import REPLACE
 from kvfold.hf.fitted_numbers import FORMAT, read_scorer_file
 from kvfold.hf.header import digest
 from kvfold.hf.scorer_file import difference, write_fitted
-from kvfold.jobs.outputs import REPLACE
 from kvfold.methods.fitted import Fitted
 from kvfold.writing import check_kind, check_place, replacing
 

@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvfold.evidence.pictures import plain
+from kvfold.evidence.pictures import bare, plain
 
 # positions[l][b][h]: 1-D tensor of stored token positions, from `cache.positions(l)`.
 Positions = Sequence[Sequence[Sequence[Tensor]]]
@@ -97,8 +97,7 @@ def _draw(panel: Axes, grid: np.ndarray, heads: int, names: Sequence[int]) -> No
     layers = range(0, lines // heads, -(-lines // heads // TICKS))
     places = [heads * (layer + 0.5) for layer in layers]
     panel.set_yticks(places, [str(names[layer]) for layer in layers])
-    panel.tick_params(length=0, labelsize=8)
-    panel.spines[:].set_visible(False)
+    bare(panel)
 
 
 def _mark(panel: Axes, needles: Sequence[tuple[int, int]]) -> None:

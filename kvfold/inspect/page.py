@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import base64
-import html
-import json
-import re
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvfold.evidence import page as evidence
 from kvfold.inspect.attention_maps import (
     CELLS,
     MOST,
@@ -41,25 +38,14 @@ def page(
     retentions: Sequence[Retention],
 ) -> str:
     """The HTML page; the document's text is embedded as data, never as markup or script."""
-    template = files("kvfold.inspect") / "template"
-    parts = {
-        "title": html.escape(title),
-        "description": html.escape(
-            f"Attention of {title}, layer by layer, and the entries of a KV cache that "
-            f"{', '.join(each.method for each in retentions)} keep."
-        ),
-        "style": (template / "page.css").read_text(encoding="utf-8"),
-        "script": "\n".join((template / name).read_text(encoding="utf-8") for name in SCRIPTS),
-        "data": as_script_data(contents(title, document, layers, retentions)),
-    }
-    whole = (template / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], whole)
-
-
-def as_script_data(value: Any) -> str:
-    """JSON without the characters <, > and &, safe inside a `<script>` element."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    methods = ", ".join(each.method for each in retentions)
+    return evidence.page(
+        "inspect",
+        f"{title}: kvfold inspect",
+        f"Attention of {title}, layer by layer, and the entries of a KV cache that {methods} keep.",
+        scripts=SCRIPTS,
+        data=contents(title, document, layers, retentions),
+    )
 
 
 def contents(

@@ -13,6 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvfold.evidence.pictures import bare
 from kvfold.inspect.attention_maps import (
     CELLS,
     MOST,
@@ -52,7 +53,7 @@ def attention_figure(layers: Sequence[LayerAttention]) -> Figure:
         panel.invert_yaxis()
         panel.set_aspect("equal")
         panel.set_title(f"layer {layer.index}", loc="left", fontsize=9)
-        _clean_axes(panel, grid=False)
+        bare(panel)
         panel.set_xticks([])
         panel.set_yticks([])
     for left_over in panels:
@@ -79,7 +80,7 @@ def variance_figure(layers: Sequence[LayerAttention]) -> Figure:
     panel.set_xticks(_layer_indices(layers))
     panel.set_xlabel("layer", fontsize=9)
     panel.legend(frameon=False, fontsize=8)
-    _clean_axes(panel)
+    bare(panel, grid="both")
     return figure
 
 
@@ -103,7 +104,7 @@ def lazy_figure(layers: Sequence[LayerAttention]) -> Figure:
         f"attention to the first {SINKS} tokens and the last {window}", loc="left", fontsize=10
     )
     figure.colorbar(shown, ax=panel, pad=0.01).ax.tick_params(labelsize=8)
-    _clean_axes(panel, grid=False)
+    bare(panel)
     return figure
 
 
@@ -121,7 +122,7 @@ def norm_figure(layers: Sequence[LayerAttention]) -> Figure:
     panel.set_xlabel("entries kept: sinks and the newest", fontsize=9)
     panel.set_ylabel("norm lost at most", fontsize=9)
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=8)
-    _clean_axes(panel)
+    bare(panel, grid="both")
     return figure
 
 
@@ -147,7 +148,7 @@ def _pyramid(panel: Axes, layers: Sequence[LayerAttention], tokens: int) -> None
     panel.set_xlabel("layer", fontsize=9)
     panel.set_ylabel(f"entries, of {tokens:,}", fontsize=9)
     panel.legend(frameon=False, fontsize=8, title="band: heads", title_fontsize=8)
-    _clean_axes(panel)
+    bare(panel, grid="both")
 
 
 CURVES: tuple[tuple[str, str, Callable[[LayerAttention], Tensor]], ...] = (
@@ -158,11 +159,3 @@ CURVES: tuple[tuple[str, str, Callable[[LayerAttention], Tensor]], ...] = (
 
 def _layer_indices(layers: Sequence[LayerAttention]) -> list[int]:
     return [layer.index for layer in layers]
-
-
-def _clean_axes(panel: Axes, grid: bool = True) -> None:
-    panel.spines[:].set_visible(False)
-    panel.tick_params(which="both", length=0, labelsize=8)
-    if grid:
-        panel.grid(color="#eeeeee", linewidth=0.8)
-        panel.set_axisbelow(True)

@@ -25,13 +25,13 @@ from kvfold.contexts.files.read import check_model, keeps_scores
 from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
+from kvfold.evidence.outputs import REPLACE
 from kvfold.generation.request import Compress
 from kvfold.hf.fitted_numbers import digest_of_file
 from kvfold.hf.identity import check_identifiable
 from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import Content
 from kvfold.jobs.executor import WorkerSpec, told
-from kvfold.jobs.outputs import REPLACE
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, parse, spelled_out
 from kvfold.methods.stages.select.one_set import Rule

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.statistics import Estimate
+from kvfold.evidence.estimates import Estimate
 from kvfold.loading import BUNDLED
 from kvfold.measure.machine import MachineSetup
 from kvfold.report.board import Board

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
-import json
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.evidence import page as evidence
 from kvfold.report.board import Board, titles
 from kvfold.report.caveats import board_caveats, near_guessing
 from kvfold.report.headline import headline
@@ -30,22 +26,10 @@ FIELDS = (
 
 def page(boards: Sequence[Board], styles: dict[str, LineStyle]) -> str:
     """The HTML of a report; user-given names are embedded as data and shown as text only."""
-    css = _read("page.css")
-    script = "\n".join(_read(name) for name in SCRIPTS)
     subjects = list(dict.fromkeys(board.subject.name for board in boards))
-    filled = {
-        "TITLE": html.escape(f"KV cache compression on {', '.join(subjects)}: kvfold report"),
-        "DESCRIPTION": html.escape(
-            " ".join(headline(one.overall(), one.when).claim for one in boards)
-        ),
-        "STYLE_HASH": _hash(css),
-        "SCRIPT_HASH": _hash(script),
-        "STYLE": css,
-        "SCRIPT": script,
-        "DATA": embedded(payload(boards, styles)),
-    }
-    parts = _read("page.html").split("@@")
-    return "".join(filled[part] if number % 2 else part for number, part in enumerate(parts))
+    title = f"KV cache compression on {', '.join(subjects)}: kvfold report"
+    claims = " ".join(headline(one.overall(), one.when).claim for one in boards)
+    return evidence.page("report", title, claims, scripts=SCRIPTS, data=payload(boards, styles))
 
 
 def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, Any]:
@@ -64,14 +48,6 @@ def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, 
             for board, title in zip(boards, titles(boards), strict=True)
         ],
     }  # fmt: skip
-
-
-def embedded(data: Any) -> str:
-    """JSON without the characters <, > and &, safe inside a `<script>` element."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    for mark in "<>&\u2028\u2029":
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text
 
 
 def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
@@ -198,11 +174,3 @@ def _facts(board: Board) -> list[tuple[str, list[str]]]:
         ("Commit", [str(commit) for r in results for commit in r.commits]),
     ]  # fmt: skip
     return [(name, list(dict.fromkeys(values))) for name, values in facts if values]
-
-
-def _read(name: str) -> str:
-    return files("kvfold.report").joinpath("template", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.statistics import Estimate
-from kvfold.evidence.pictures import plain
+from kvfold.evidence.estimates import Estimate
+from kvfold.evidence.pictures import bare, plain
 from kvfold.report.board import Board
 from kvfold.report.style import COLORS, GREY, LineStyle, label
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
@@ -83,9 +83,7 @@ def _panel(
     panel.set_xticks(ticks, [f"{100 * tick:.0f} %" for tick in ticks], fontsize=8)
     panel.minorticks_off()
     panel.set_xlabel("bytes of the full cache, measured", fontsize=8)
-    panel.tick_params(length=0, labelsize=8)
-    panel.grid(color="#ececec", linewidth=0.8)
-    panel.spines[:].set_visible(False)
+    bare(panel, grid="both")
 
 
 def _bar(score: Estimate) -> tuple[float, float]:

@@ -12,34 +12,15 @@ import numpy as np
 
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.intervals import (
-    Interval,
-    combined,
-    paired,
-    pooled_pairs,
-    pooled_scores,
-)
-from kvfold.eval.run.statistics import Estimate, PairedDifference, percent, shares
-
-
-@dataclass(frozen=True)
-class ScoreGap:
-    """Score difference to the full cache on the same samples, in points, with a 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def is_noise(self) -> bool:
-        """True if the interval contains zero."""
-        return self.low <= 0 <= self.high
+from kvfold.evidence.estimates import Estimate, IntervalEstimate, PairedDifference, percent, shares
+from kvfold.evidence.intervals import Interval, combined, paired, pooled_pairs, pooled_scores
 
 
 @dataclass(frozen=True)
 class ReportRow:
     """One method at one budget, over `units` of the `expected` (task, length) pairs.
 
+    `gap` is the difference to the full cache on the same samples, in points.
     `score` is in percent, or a perplexity. `kept_nominal` is the ratio asked for, `kept` (entries
     stored over entries seen) and `bytes_ratio` (over the full cache's) are means over units.
     `prefill` is prefill plus compression time over the full cache's; None if they ran on different
@@ -53,7 +34,7 @@ class ReportRow:
     units: int
     expected: int
     score: Estimate | None
-    gap: ScoreGap | None
+    gap: IntervalEstimate | None
     kept_nominal: float | None
     kept: float | None
     bytes_ratio: float | None
@@ -116,7 +97,7 @@ def _mean_perplexity(scores: Sequence[Estimate], weights: list[float]) -> Estima
     return Estimate(value=value, error=error, low=low, high=high, count=count)
 
 
-def gap(results: Sequence[CellResult]) -> ScoreGap | None:
+def gap(results: Sequence[CellResult]) -> IntervalEstimate | None:
     """Mean difference to the full cache; None unless every result has one, of two samples or more.
 
     Gains and losses are pooled over tasks, so eight tasks of 20 samples give an interval like one
@@ -129,8 +110,8 @@ def gap(results: Sequence[CellResult]) -> ScoreGap | None:
     pairs = [one.pair for one in known]
     both = [one for one in pairs if one is not None]
     if len(both) < len(pairs):
-        return ScoreGap(*map(float, combined([_interval(one) for one in known], weights)))
-    return ScoreGap(*(100 * float(each) for each in paired(pooled_pairs(both, weights))))
+        return IntervalEstimate(*map(float, combined([_interval(one) for one in known], weights)))
+    return IntervalEstimate(*(100 * float(each) for each in paired(pooled_pairs(both, weights))))
 
 
 def _interval(of: Estimate | PairedDifference) -> Interval:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
-from kvfold.eval.run.statistics import Estimate
+from kvfold.evidence.estimates import Estimate
 from kvfold.methods.description import shortest
 from kvfold.report.board import Board, BoardView, titles
 from kvfold.report.caveats import board_caveats

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import matplotlib
 
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.evidence.pictures import save
 from kvfold.report.board import Board, boards, slugs, titles
 from kvfold.report.headline import Headline, headline
 from kvfold.report.page import page
@@ -17,7 +18,7 @@ from kvfold.report.pictures import needles, pareto
 from kvfold.report.style import LineStyle, styles
 from kvfold.report.summary import rows
 from kvfold.report.tables import by_task, markdown, to_csv
-from kvfold.writing import check_replaceable, write_text
+from kvfold.writing import write_text
 
 
 class ReportFiles(NamedTuple):
@@ -37,7 +38,7 @@ def texts(every: Sequence[Board], line_styles: dict[str, LineStyle]) -> dict[str
 
 
 def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
-    """Writes page, tables and figures of `results` into `folder`; raises OSError if it cannot."""
+    """Writes page, tables and figures of `results` into `folder`; raises OSError or KvfoldError."""
     folder.mkdir(parents=True, exist_ok=True)
     every = boards(results)
     line_styles = styles_of(every)
@@ -49,15 +50,13 @@ def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
         if board.scored or board.perplexities:
             drawn = pareto(board, line_styles)
             paths += [folder / f"pareto-{part}.png", folder / f"pareto-{part}.svg"]
-            check_replaceable(*paths[-2:])
-            drawn.savefig(paths[-2], dpi=130)
+            save(drawn, paths[-2], dpi=130)
             with matplotlib.rc_context({"svg.hashsalt": part}):
-                drawn.savefig(paths[-1], metadata={"Date": None})
+                save(drawn, paths[-1], metadata={"Date": None})
         maps = needles(board.scored, line_styles)
         for name, figure in zip(slugs(list(maps)), maps.values(), strict=True):
             paths.append(folder / f"needles-{name}-{part}.png")
-            check_replaceable(paths[-1])
-            figure.savefig(paths[-1], dpi=130)
+            save(figure, paths[-1], dpi=130)
     claims = {
         title: headline(board.overall(), board.when)
         for board, title in zip(every, titles(every), strict=True)

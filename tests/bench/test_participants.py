@@ -22,9 +22,9 @@ from kvfold.bench.record import RoundRecord
 from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant, fastest
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError
+from kvfold.evidence.records import RecordFile
 from kvfold.generation.static.decode import compiling
 from kvfold.hf.fitted_numbers import read_scorer_file
-from kvfold.jobs.records import RecordFile
 from tests.helpers.benchmarks import bench
 from tests.helpers.models import build
 

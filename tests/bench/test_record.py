@@ -11,7 +11,7 @@ from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import AGAIN, ParticipantLabel
 from kvfold.bench.record import RoundRecord, check_setup, check_shape
 from kvfold.errors import KvfoldError
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from tests.helpers.benchmarks import SETUP, cell_of, record
 
 NOISE = ParticipantLabel("baseline", AGAIN)

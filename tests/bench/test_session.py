@@ -18,7 +18,7 @@ from kvfold.bench.models import BenchModel, FoldedTokenizer
 from kvfold.bench.participants import AGAIN, FULL, ParticipantLabel
 from kvfold.bench.record import RoundRecord
 from kvfold.bench.session import BenchSession, missing_rounds
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from tests.helpers.benchmarks import bench, cell_of, refused
 
 NOISE = ParticipantLabel("baseline", AGAIN)

@@ -14,8 +14,9 @@ from kvfold.bench.lineup import makers
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import AGAIN, FULL, ParticipantLabel
 from kvfold.bench.picture import figure
-from kvfold.bench.summary import Quartiles, rows
+from kvfold.bench.summary import rows
 from kvfold.bench.table import tables
+from kvfold.evidence.estimates import Quartiles
 from kvfold.terminal import console
 from tests.helpers.benchmarks import bench, cell_of, record
 

@@ -12,7 +12,7 @@ from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import FULL, MethodParticipant
 from kvfold.bench.throughput import BatchRun, ThroughputRecord, largest, sizes
 from kvfold.errors import KvfoldError
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 from tests.helpers.benchmarks import bench
 
 

@@ -11,11 +11,11 @@ import kvfold
 from kvfold.checks import certify
 from kvfold.checks.certify import certificate, halves, length_off, too_far
 from kvfold.checks.encoded import EncodedPrompt
-from kvfold.checks.estimates import BootstrapEstimate
 from kvfold.checks.measure import PromptMeasurements
 from kvfold.checks.records import CheckStore
 from kvfold.checks.result import AnswerLengths, CheckLimits
 from kvfold.checks.summary import cell
+from kvfold.evidence.estimates import IntervalEstimate
 from tests.helpers.models import build, prompts
 
 METHOD = str(kvfold.parse("streaming_llm_original:decode=append"))
@@ -89,8 +89,8 @@ def test_a_method_without_budget_passes_or_not(measured, encoded) -> None:
 def test_limits_are_those_of_the_certificate(measured, encoded) -> None:
     made = cell(measured, [encoded], (METHOD, "0.9"))
 
-    def estimate(value: float, high: float = 0.0) -> BootstrapEstimate:
-        return BootstrapEstimate(value=value, low=0, high=max(value, high))
+    def estimate(value: float, high: float = 0.0) -> IntervalEstimate:
+        return IntervalEstimate(value=value, low=0, high=max(value, high))
 
     fine = made.model_copy(update={"kl": estimate(0.05), "kl_p99": estimate(1.0)})
     limits = CheckLimits()

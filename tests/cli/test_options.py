@@ -12,9 +12,8 @@ import pytest
 
 import kvfold
 from kvfold.cli.bench import words
-from kvfold.cli.demo_page import PAGE
 from kvfold.cli.options import read_text
-from kvfold.jobs.outputs import OF_PAGES, check_own
+from kvfold.evidence.outputs import check_own
 from tests.helpers.commands import kvfold_command, refused
 
 
@@ -147,13 +146,6 @@ def test_a_file_that_is_not_kvfold_s_is_not_written_over(tmp_path: Path) -> None
             assert "index.html is not of kvfold: choose another --" in refused(*command)
     other.write_text("")
     check_own(other)
-
-
-def test_every_page_bears_the_mark_of_kvfold() -> None:
-    pages = [path.read_bytes() for path in Path(kvfold.__file__).parent.rglob("page.html")]
-    assert len(pages) == 3
-    for page in (*pages, PAGE.encode()):
-        assert OF_PAGES in page
 
 
 def test_version_and_short_help() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.levelled import METHODS, RULES, Row, table
-from kvfold.jobs.records import RecordFile
+from kvfold.evidence.records import RecordFile
 
 DOCS = Path(__file__).parents[2] / "docs"
 

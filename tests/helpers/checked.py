@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from kvfold.checks.estimates import BootstrapEstimate
 from kvfold.checks.result import (
     AnswerLengths,
     Certificate,
@@ -15,13 +14,14 @@ from kvfold.checks.result import (
     SpanRetention,
 )
 from kvfold.eval.run.cell import EvaluatedModel
+from kvfold.evidence.estimates import IntervalEstimate
 from kvfold.measure.machine import MachineSetup
 
 PARTS = {0.5: 0.012, 0.2: 0.31}
 
 
-def around(value: float) -> BootstrapEstimate:
-    return BootstrapEstimate(value=value, low=0.8 * value, high=1.3 * value)
+def around(value: float) -> IntervalEstimate:
+    return IntervalEstimate(value=value, low=0.8 * value, high=1.3 * value)
 
 
 def cell(method: str, kept: float, kl: float) -> CheckCell:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.statistics import Estimate, PairedDifference
+from kvfold.evidence.estimates import Estimate, PairedDifference
 from kvfold.measure.machine import MachineSetup
 from kvfold.report import summary
 

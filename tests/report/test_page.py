@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 from kvfold.report import summary
 from kvfold.report.board import boards
-from kvfold.report.page import embedded, page
+from kvfold.report.page import page
 from kvfold.report.style import styles
 from tests.helpers.reports import HOSTILE, MODEL, known, made
 
@@ -77,10 +77,3 @@ def test_the_page_asks_nothing_of_a_network() -> None:
     for kind in ("style", "script"):
         digest = base64.b64encode(hashlib.sha256(parsed.texts[kind].encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
-
-
-def test_embedded_data_is_the_same_data() -> None:
-    data = {"name": f"{HOSTILE}&\u2028\u2029é", "number": 0.1}
-    text = embedded(data)
-    assert not set("<>&\u2028\u2029") & set(text)
-    assert json.loads(text) == data

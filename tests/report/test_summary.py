@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.intervals import moments
-from kvfold.eval.run.statistics import PairedDifference, percent
+from kvfold.evidence.estimates import IntervalEstimate, PairedDifference, percent
+from kvfold.evidence.intervals import moments
 from kvfold.report import summary, tables
 from kvfold.report.board import boards, titles
 from kvfold.report.page import payload
@@ -36,7 +36,7 @@ def test_intervals_of_tasks_combine_each_side_for_itself() -> None:
     one = made("m", "0.2", apart=(-2.0, -5.0, 1.0))
     other = made("m", "0.2", apart=(-4.0, -8.0, -1.0), task="b")
     alone, both = summary.gap([one]), summary.gap([one, other])
-    assert alone == summary.ScoreGap(-2.0, -5.0, 1.0) and alone.is_noise
+    assert alone == IntervalEstimate(-2.0, -5.0, 1.0) and alone.is_noise
     assert both is not None and not both.is_noise
     assert both.value == pytest.approx(-3.0)
     assert both.low == pytest.approx(-3 - math.hypot(1.5, 2.0))

@@ -10,15 +10,9 @@ from pydantic import BaseModel, ConfigDict
 
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.sample_result import SampleResult
-from kvfold.eval.run.statistics import (
-    PERPLEXITY,
-    Estimate,
-    PairedDifference,
-    breakdown,
-    difference,
-    estimate,
-)
+from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
 from kvfold.eval.tasks import Task
+from kvfold.evidence.estimates import Estimate, PairedDifference
 from kvfold.measure.machine import MachineSetup
 
 

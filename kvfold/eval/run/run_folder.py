@@ -13,10 +13,9 @@ from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import EvalPlan
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, Task, UnreadableSample, tasks
+from kvfold.evidence.outputs import check_apart, check_own
+from kvfold.evidence.records import RecordFile
 from kvfold.jobs.executor import RunJobs
-from kvfold.jobs.outputs import check_apart, check_own
-from kvfold.jobs.records import RecordFile
-from kvfold.writing import replacing
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
 
@@ -97,10 +96,7 @@ def summarize(samples: list[SampleResult], cells: Iterable[EvalCell] = ()) -> li
 
 def write_records(folder: Path, records: list[CellResult]) -> Path:
     """Replaces the folder's records file atomically; returns its path."""
-    path = folder / RECORDS
-    with replacing(path) as temporary:
-        lines = "".join(f"{record.model_dump_json()}\n" for record in records)
-        temporary.write_text(lines, encoding="utf-8")
+    RecordFile(path := folder / RECORDS, CellResult).replace(records)
     return path
 
 

@@ -30,8 +30,8 @@ from kvfold.eval.run.run_folder import (
 )
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, tasks
+from kvfold.evidence.records import RecordFile
 from kvfold.hf.chat_template import token_count
-from kvfold.jobs.records import RecordFile
 from tests.helpers.evaluation import (
     FEW,
     Setting,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvfold.checks.estimates import (
+from kvfold.evidence.bootstrap import (
     RESAMPLES,
     bootstrapped,
     exp_mean_of,

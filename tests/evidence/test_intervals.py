@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvfold.eval.run.intervals import (
+from kvfold.evidence.intervals import (
     Interval,
     bounded,
     moments,

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
-from kvfold.eval.run.statistics import LARGEST
+from kvfold.evidence.estimates import LARGEST, IntervalEstimate
+from kvfold.evidence.intervals import Array
 
-Array = NDArray[np.float64]
 # Prompts `[R, n]` by index, R resamples → statistic `[R]`
 Statistic = Callable[[NDArray[np.int64]], Array]
 
@@ -20,23 +19,13 @@ BLOCK = 50  # resamples at a time, which bounds the memory
 LIMITS = (0.025, 0.975)
 
 
-class BootstrapEstimate(BaseModel):
-    """A statistic over prompts, and the limits of its 95 % bootstrap interval."""
-
-    model_config = ConfigDict(frozen=True)
-
-    value: float
-    low: float
-    high: float
-
-
-def bootstrapped(count: int, statistic: Statistic, seed: int = 0) -> BootstrapEstimate:
+def bootstrapped(count: int, statistic: Statistic, seed: int = 0) -> IntervalEstimate:
     """`statistic` of `count` prompts, which are resampled as wholes (percentile bootstrap)."""
     drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
     value = float(statistic(np.arange(count)[None])[0])
     blocks = np.split(drawn, RESAMPLES // BLOCK)
     low, high = np.quantile(np.concatenate([*map(statistic, blocks)]), LIMITS)
-    return BootstrapEstimate(value=value, low=float(low), high=float(high))
+    return IntervalEstimate(value, float(low), float(high))
 
 
 def mean_of(values: Sequence[Sequence[float]]) -> Statistic:

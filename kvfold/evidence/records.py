@@ -12,9 +12,13 @@ from typing import Generic, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.writing import check_replaceable
+from kvfold.writing import check_replaceable, replacing
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def _lines(records: Iterable[BaseModel]) -> bytes:
+    return b"".join(record.model_dump_json().encode() + b"\n" for record in records)
 
 
 def _is_json(text: bytes) -> bool:
@@ -70,7 +74,12 @@ class RecordFile(Generic[M]):
 
     def add(self, records: Iterable[M]) -> None:
         """Appends records; returns after fsync. Raises KvfoldError if they cannot be written."""
-        self._append(b"".join(record.model_dump_json().encode() + b"\n" for record in records))
+        self._append(_lines(records))
+
+    def replace(self, records: Iterable[M]) -> None:
+        """Writes the file anew, as a whole or not at all; errors as of `add`."""
+        with replacing(self.path) as temporary:
+            temporary.write_bytes(_lines(records))
 
     def _append(self, lines: bytes) -> None:
         check_replaceable(self.path)

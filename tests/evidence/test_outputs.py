@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.errors import KvfoldError
-from kvfold.jobs.outputs import check_apart
+from kvfold.evidence.outputs import check_apart
 
 
 def test_a_read_path_is_not_written_under_any_name(tmp_path: Path) -> None:
