@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.hf.fitted_numbers import CHECKSUM, FORMAT, HEADER, VERSION, ScorerHeader
+from kvfold.fitted.file import CHECKSUM, FORMAT, HEADER, VERSION, ScorerHeader
 from kvfold.hf.header import ModelHeader, RopeHeader, digest, digest_of
 from kvfold.measure.peak import ALLOCATOR, RESET, memory
 from kvfold.policies import Rope

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import typer
 
 import kvfold
-from kvfold.fit import passages
+from kvfold.fitted.fitting import passages
 from kvfold.loading import Loading, load
 
 PASSAGES, WORDS, TARGET = 24, 400, "kvzip:score=rms"

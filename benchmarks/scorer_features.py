@@ -22,12 +22,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fit.features import PROJECTIONS, Features
-from kvfold.fit.fit import PENALTIES, parts_of
-from kvfold.fit.held_out import BUDGETS, HeldOut, compare, mean_of
-from kvfold.fit.passages import drawn
-from kvfold.fit.sums import RidgeSums
-from kvfold.fit.target import ScoredText, scored, target_method
+from kvfold.fitted.fitting.features import PROJECTIONS, Features
+from kvfold.fitted.fitting.held_out import BUDGETS, HeldOut, compare, mean_of
+from kvfold.fitted.fitting.passages import drawn
+from kvfold.fitted.fitting.scorer import PENALTIES, parts_of
+from kvfold.fitted.fitting.sums import RidgeSums
+from kvfold.fitted.fitting.target import ScoredText, scored, target_method
 from kvfold.loading import Loading, load
 
 # A text's stored entries and inputs [L, T, D_model] → features [L, H, T, F], the last of them 1.

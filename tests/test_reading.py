@@ -8,8 +8,8 @@ import pytest
 
 import kvfold
 from kvfold.cli.options import read_text as read_document
+from kvfold.fitted.file import digest_of_file, read_scorer_file, read_table
 from kvfold.generation.head_scores import read_head_scores
-from kvfold.hf.fitted_numbers import digest_of_file, read_scorer_file, read_table
 from kvfold.reading import opened_regular
 from kvfold.report.load import load_results
 from tests.helpers.commands import refused

@@ -12,7 +12,7 @@ from lmcache.sdk.request import LMCacheRequestStream, TokenEvent
 from safetensors.torch import save_file
 
 from kvfold.errors import KvfoldError
-from kvfold.hf.fitted_numbers import CHECKSUM, FORMAT, HEADER, VERSION, ScorerHeader
+from kvfold.fitted.file import CHECKSUM, FORMAT, HEADER, VERSION, ScorerHeader
 from kvfold.hf.header import ModelHeader, RopeHeader, digest, digest_of
 from kvfold.policies import Rope, SharingLoss
 from kvfold.policies.lmcache import LMCacheEdit

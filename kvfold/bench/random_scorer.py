@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from kvfold.bench.models import BenchModel
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.numbers import NO_FILE, FileName
+from kvfold.fitted.of_model import write_fitted
 from kvfold.methods.base import Method, parse
-from kvfold.methods.fitted import NO_FILE, FileName
 from kvfold.methods.stages.score.learned import Scorer
 from kvfold.methods.zap import Zap
 from kvfold.methods.zap_threshold import ZapThreshold

@@ -22,7 +22,6 @@ from kvfold.cache.byte_count import stats_of
 from kvfold.cache.continuation import check_mask, check_plain_prompt, padding_rules
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import dropped, moved, replaced, take_from
-from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -33,6 +32,7 @@ from kvfold.cache.shrink import check_nested
 from kvfold.cache.spans import Span, spans_of
 from kvfold.cache.stats import Stats
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.fitted.fits import Fits
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import (

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from kvfold.cache import setup
 from kvfold.cache.bound import bounded
-from kvfold.cache.fits import Fits
 from kvfold.cache.model_binding import UNMOVED
 from kvfold.cache.parts import CacheParts
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
+from kvfold.fitted.fits import Fits
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.layer_budgets import Given
 from kvfold.observers.last_queries import window_of

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvfold.budget import Budget
-from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
@@ -22,6 +21,7 @@ from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.errors import UnsupportedModel
+from kvfold.fitted.fits import Fits
 from kvfold.hf.stock_layers import layer_lengths
 from kvfold.methods.base import Method
 

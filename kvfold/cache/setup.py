@@ -18,7 +18,6 @@ from kvfold.attention import function as function  # registers the attention fun
 from kvfold.budget import Budget
 from kvfold.cache import model_trial
 from kvfold.cache.barrier import Barrier
-from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
@@ -27,6 +26,8 @@ from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.fitted.fits import Fits
+from kvfold.fitted.sources import with_parts
 from kvfold.hf.arguments import checked_arguments as checked_arguments
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.decoder_layers import check_structure
@@ -38,7 +39,6 @@ from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import has_recurrent, is_compressible, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
 from kvfold.methods.base import Method, Stages
-from kvfold.methods.fitted_parts import with_parts
 from kvfold.observers.of_layer import Observers
 from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.observers.references import ReferencesNeed

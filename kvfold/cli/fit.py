@@ -31,8 +31,8 @@ from kvfold.terminal import console, messages, print_json
 from kvfold.writing import has_content
 
 if TYPE_CHECKING:
-    from kvfold.fit.fit import FitResult
-    from kvfold.fit.kinds import OtherFit
+    from kvfold.fitted.fitting.kinds import OtherFit
+    from kvfold.fitted.fitting.scorer import FitResult
 
 WORDS = 740  # about a thousand tokens of English
 
@@ -84,10 +84,10 @@ def command(
     """Fit on your own model what zap, qfilter, triattention, duo, curve or a codec read."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
-        from kvfold.fit.fit import FitResult, fit_scorer
-        from kvfold.fit.fitted_file import check_fit, check_fit_place, request_of
-        from kvfold.fit.kinds import method_and_target, other_fit
-        from kvfold.fit.passages import drawn, too_short, without_passage
+        from kvfold.fitted.fitting.kinds import method_and_target, other_fit
+        from kvfold.fitted.fitting.passages import drawn, too_short, without_passage
+        from kvfold.fitted.fitting.scorer import FitResult, fit_scorer
+        from kvfold.fitted.of_model import check_fit, check_fit_place, request_of
         from kvfold.methods.registry import with_known_names
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]

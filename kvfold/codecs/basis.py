@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.fitted.numbers import Fitted
 from kvfold.kernels.native import products
 from kvfold.kernels.native.products import ByteMatrix
-from kvfold.methods.fitted import Fitted
 
 # "joint": one vector for all layers and heads of a token; "head": one for each KV head.
 Scope = Literal["joint", "head"]

@@ -28,30 +28,13 @@ from kvfold.hf.rotation import rope_of
 from kvfold.kernels.full_precision import full_precision
 
 FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_types",
-    "sliding_window",
-    "attention_chunk_size",
-    "num_kv_shared_layers",
-    "attn_logit_softcapping",
-    "query_pre_attn_scalar",
-    "attention_multiplier",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
+    "layer_norm_eps", "layer_types", "sliding_window", "attention_chunk_size",
+    "num_kv_shared_layers", "attn_logit_softcapping", "query_pre_attn_scalar",
+    "attention_multiplier", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     "v_head_dim",
-)
+)  # fmt: skip
 SAMPLE = 64  # elements of each weight in the checksum
 RUNS = 8  # places in a weight whose elements are compared at the beginning of a turn
 ORIGINAL = "original_inv_freq"  # frequencies of short texts, where they follow the length

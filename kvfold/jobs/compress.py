@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
-from kvfold.cache.fits import digests_of
 from kvfold.cache.stats import Stats
 from kvfold.codecs.codec import Kvtc, codec_of, spelled
 from kvfold.contexts import context
@@ -26,8 +25,9 @@ from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
 from kvfold.evidence.outputs import REPLACE
+from kvfold.fitted.file import digest_of_file
+from kvfold.fitted.fits import digests_of
 from kvfold.generation.request import Compress
-from kvfold.hf.fitted_numbers import digest_of_file
 from kvfold.hf.identity import check_identifiable
 from kvfold.hf.template_arguments import date_told
 from kvfold.hf.user_text import Content

@@ -2,9 +2,9 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
 from kvfold.methods.base import Across, Method, Stages, register
 from kvfold.methods.expected_attention import ExpectedAttention
-from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.parts import Curve, bounds, by_parts
 
 

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.fitted.numbers import NO_FILE, FileName
 from kvfold.methods.base import Across, Measured, Method, Stages, called, parse, parts_of
-from kvfold.methods.fitted import NO_FILE, FileName
 from kvfold.methods.option_values import as_text as as_text
 from kvfold.methods.option_values import kinds_of
 from kvfold.methods.registry import list_methods, preset

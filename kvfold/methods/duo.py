@@ -4,8 +4,8 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
+from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
 from kvfold.methods.base import Across, Method, Needs, Stages, register
-from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.retrieval import (
     RetrievalScores,
     above,

@@ -4,8 +4,8 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
+from kvfold.fitted.numbers import NO_FILE, FileName, named
 from kvfold.methods.base import Across, Method, Needs, Schedule, Stages, register
-from kvfold.methods.fitted import NO_FILE, FileName, named
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS, most_attention

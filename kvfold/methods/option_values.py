@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.fitted import FileName
+from kvfold.fitted.numbers import FileName
 
 # Largest options of methods: an int32 token count, a float32 score
 LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}

@@ -6,8 +6,8 @@ from typing import Literal
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
+from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
 from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.distant_queries import Centres, Over, distant_logits, standardized
 from kvfold.methods.stages.when import Prompt, Rounds

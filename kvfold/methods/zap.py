@@ -4,8 +4,8 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
+from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
 from kvfold.methods.base import Across, Method, Needs, Stages, register
-from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.learned import Scorer, learned

@@ -16,18 +16,17 @@ from kvfold.cache.plan import Plan
 from kvfold.cache.prefill import end_with, size_and_evict
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError
+from kvfold.fitted.sources import KINDS, Sources, fitted_for_engine, with_parts
 from kvfold.kernels.column_sums import attend_with_moments
 from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
-from kvfold.methods.fitted_parts import with_parts
 from kvfold.methods.stages.select.choose import Chosen
 from kvfold.methods.stages.when import Once
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from kvfold.observers.of_layer import Observers
 from kvfold.observers.stored import OutputNorm
-from kvfold.policies.fitted import fitted_in
 from kvfold.policies.prefill import Prefill
 from kvfold.store.dense import DenseStore
 from kvfold.store.sequence import LogicalSequence
@@ -53,8 +52,7 @@ def chosen_in(
 
     Raises KvfoldError as the stages do.
     """
-    parts = fitted_in(getattr(stages.allocate, "parts", None), prefill)
-    states = _states(with_parts(stages, parts), budget, prefill, seed)
+    states = _states(stages, budget, prefill, seed)
     for layer, state in enumerate(states):
         keys, values = prefill.keys[layer][None], prefill.values[layer][None]
         state.put(DenseStore.sharing(keys, values), LogicalSequence(prefill.tokens))
@@ -75,8 +73,13 @@ def _states(
     stages: Stages, budget: Budget | None, prefill: Prefill, seed: int
 ) -> list[ChoosingState]:
     needs, count = stages.needs, prefill.layers
-    files = {kind: getattr(need, "file", None) for kind, need in needs.by_kind.items()}
-    fits = {kind: fitted_in(file, prefill) for kind, file in files.items() if file is not None}
+    ropes = {rope for rope in map(prefill.rope_of, range(count)) if rope is not None}
+    known = [rope.frequencies.cpu().float() for rope in ropes]
+    *found, parts = (
+        fitted_for_engine(each, count, prefill.heads, known) for each in Sources.of(stages)
+    )
+    fits = {kind: each for kind, each in zip(KINDS, found, strict=True) if each is not None}
+    stages = with_parts(stages, parts)
     ids = None if prefill.token_ids is None else prefill.token_ids[None]
     # `until`: a window of one query is a prefill's too.
     phase, barrier = Phase(until=prefill.tokens, incoming=ids), Barrier[LayerState]()

@@ -23,8 +23,8 @@ from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant, fastest
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError
 from kvfold.evidence.records import RecordFile
+from kvfold.fitted.file import read_scorer_file
 from kvfold.generation.static.decode import compiling
-from kvfold.hf.fitted_numbers import read_scorer_file
 from tests.helpers.benchmarks import bench
 from tests.helpers.models import build
 

@@ -24,7 +24,7 @@ from kvfold.cache.tensor_parallel import Ranks
 from kvfold.contexts.files.format import opened, read_header
 from kvfold.contexts.files.header import Header
 from kvfold.errors import KvfoldError
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.of_model import write_fitted
 from kvfold.loading import load
 from kvfold.methods.base import Measured
 from kvfold.observers.stored import KeysBeforeRope, OutputNorms, TokenIds

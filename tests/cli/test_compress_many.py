@@ -17,10 +17,10 @@ import kvfold
 from kvfold.bundled import FOLDER
 from kvfold.cli import app
 from kvfold.contexts.files.format import read_header
-from kvfold.hf.scorer_file import read_fitted, write_fitted
+from kvfold.fitted.of_model import read_fitted, write_fitted
 from kvfold.jobs.compress import CompressJob, CompressOptions, compress_document
 from kvfold.methods.stages.score.learned import Scorer
-from tests.fit.test_fit import texts as fitted_on
+from tests.fitted.fitting.test_scorer import texts as fitted_on
 
 TEXTS = {
     "bell": "The grass is green. " * 12 + "The special magic number for soft-bell is: 2241461.",

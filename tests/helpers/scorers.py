@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.of_model import write_fitted
 from kvfold.methods.stages.score.learned import Scorer
 
 

@@ -13,7 +13,7 @@ import torch
 
 import kvfold
 from kvfold import CompressedCache, IllegalComposition, ScorerFileError
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.of_model import write_fitted
 from kvfold.methods.stages.allocate.parts import Curve, proportional_within
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (

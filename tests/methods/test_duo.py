@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import BudgetError, CompressedCache, KvfoldError, ScorerFileError
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.of_model import write_fitted
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
 from kvfold.observers.fitted import HeadNumbers
 from tests.helpers.caches import BATCHES, PADDED, decode, positions, start

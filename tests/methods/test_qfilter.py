@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold import CompressedCache, ScorerFileError
-from kvfold.fit.filters import QuerySums
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.fitting.filters import QuerySums
+from kvfold.fitted.of_model import write_fitted
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.filters import Filters, LayerFilters
 from tests.helpers.caches import BATCHES, PADDED, decode, positions, start

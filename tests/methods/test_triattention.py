@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import IllegalComposition, KvfoldError, Observation, ScorerFileError, UnsupportedModel
-from kvfold.hf.scorer_file import write_fitted
+from kvfold.fitted.of_model import write_fitted
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import query_moments
 from kvfold.methods.stages.score.distant_queries import Centres, distant_logits, standardized

@@ -17,7 +17,7 @@ from torch import Tensor
 import kvfold
 from kvfold import CompressedCache, IllegalComposition, KvfoldError, ScorerFileError
 from kvfold.cache.observe import observation_of_stored
-from kvfold.hf.scorer_file import read_fitted, write_fitted
+from kvfold.fitted.of_model import read_fitted, write_fitted
 from kvfold.methods.stages.allocate.parts import Curve
 from kvfold.methods.stages.allocate.pool import pooled
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores

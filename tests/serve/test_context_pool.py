@@ -21,7 +21,7 @@ from kvfold.contexts.files.format import read_header
 from kvfold.serve import context_pool
 from kvfold.serve.errors import ApiError
 from kvfold.serve.stored import size_of
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.chats import storages
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.held_contexts import counted, in_memory

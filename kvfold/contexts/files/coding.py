@@ -32,10 +32,10 @@ from kvfold.contexts.files.header import (
     StreamHeader,
 )
 from kvfold.errors import CodecRefusal, ContextFileError, KvfoldError, ScorerFileError
-from kvfold.hf.fitted_numbers import digest_of_file, read_kind
+from kvfold.fitted.file import digest_of_file, read_kind
+from kvfold.fitted.of_model import read_fitted
 from kvfold.hf.models import caches_latents, layer_device
 from kvfold.hf.rotation import Rotation
-from kvfold.hf.scorer_file import read_fitted
 from kvfold.store.dense import DenseStore
 
 SIDES = ("keys", "values")

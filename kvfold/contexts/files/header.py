@@ -172,7 +172,7 @@ class Header(HeaderPart):
         session: None for a context that is no session.
         codec: None for tensors as they are.
         level: None where heads keep what the method gives them.
-        fits: checksums of what was fitted for the method, as `cache/fits.py` names them.
+        fits: checksums of what was fitted for the method, as `fitted/fits.py` names them.
         text: of the server that wrote it; None: it is found by its tokens only.
         answered, system, arguments: of the chat template, as in `PromptFrame`.
     """

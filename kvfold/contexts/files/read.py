@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_trial import EntryShape, entry_shapes, other_layers
 from kvfold.cache.shrink import is_nested
@@ -27,6 +26,7 @@ from kvfold.contexts.files.format import ContextFile, opened
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.fitted.fits import Fits
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.header import model_differences, rope_differences
 from kvfold.hf.identity import model_header, rope_header

@@ -8,12 +8,13 @@ import os
 import sys
 from functools import lru_cache
 
-from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import TRUNCATED, EvalCell
-from kvfold.methods.base import Across, Method, Stages, origins, parse
+from kvfold.fitted.fits import path_of
+from kvfold.fitted.numbers import NO_FILE, FittedFile
+from kvfold.fitted.sources import Sources
+from kvfold.methods.base import Method, Stages, origins, parse
 from kvfold.methods.description import files_of
-from kvfold.methods.fitted import NO_FILE, FittedFile
 from kvfold.reading import opened_regular
 
 
@@ -52,12 +53,8 @@ def _sources(method: Method) -> list[str]:
 
 def _bundled(stages: Stages) -> list[str]:
     """Paths of the bundled model's files that the stages read."""
-    parts = stages.allocate.parts if isinstance(stages.allocate, Across) else None
-    files = [getattr(need, "file", None) for need in stages.needs.by_kind.values()]
-    fitted = [
-        need for need in (*files, parts) if isinstance(need, FittedFile) and need.file == NO_FILE
-    ]
-    return [str(FOLDER / need.kind.bundled) for need in fitted]
+    named = (each for each in Sources.of(stages) if isinstance(each, FittedFile))
+    return [path_of(each) for each in named if each.file == NO_FILE]
 
 
 def _digest(path: str) -> str:

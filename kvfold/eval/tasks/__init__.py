@@ -40,16 +40,9 @@ from kvfold.eval.tasks.base import (
 )
 
 __all__ = [
-    "NoData",
-    "Question",
-    "SampleRequest",
-    "Task",
-    "TaskSample",
-    "UnreadableSample",
-    "families",
-    "select",
-    "tasks",
-]
+    "NoData", "Question", "SampleRequest", "Task", "TaskSample", "UnreadableSample", "families",
+    "select", "tasks",
+]  # fmt: skip
 
 _FILES = (
     ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, profile, graph_walk,

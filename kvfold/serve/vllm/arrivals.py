@@ -16,9 +16,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 
-from kvfold.cache.fits import digests_of
 from kvfold.contexts.files.format import read_header
 from kvfold.errors import KvfoldError
+from kvfold.fitted.fits import digests_of
 from kvfold.hf.header import digest
 from kvfold.jobs.compress import CompressJob, CompressOptions, CompressResult, Job, LevelJob
 from kvfold.jobs.executor import RunJobs

@@ -22,7 +22,7 @@ from kvfold.codecs.compression import compressed_tensor, compressor
 from kvfold.contexts.files import bounds, coding
 from kvfold.contexts.files.format import CHECKSUM, CODED, FORMAT, HEADER, VERSION, read_header
 from kvfold.hf.header import digest, digest_of
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.contexts import (
     DOCUMENT,
     QUESTION,
@@ -248,7 +248,7 @@ def test_a_basis_that_is_a_pipe_or_another_file_is_refused_unread(
     tensors, header = contents(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe")
     save_file({"weights": torch.zeros(3)}, tmp_path / "weights.safetensors")
-    monkeypatch.setattr("kvfold.hf.fitted_numbers.digest_of", lambda tensor: pytest.fail("read"))
+    monkeypatch.setattr("kvfold.fitted.file.digest_of", lambda tensor: pytest.fail("read"))
     for name in ("pipe", "weights.safetensors"):
         codec = header["codec"] | {"codec": f"kvtc:file={tmp_path / name},ratio=2"}
         altered = signed(tmp_path / "b", tensors, header | {"codec": codec})

@@ -17,7 +17,7 @@ from kvfold import ContextFileError, KvfoldError, ScorerFileError
 from kvfold.contexts.files import coding
 from kvfold.contexts.files.coding import CodedHead, _turned, rotations_of
 from kvfold.contexts.files.format import read_header
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.contexts import (
     DOCUMENT,
     KINDS,

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 import kvfold
-from kvfold.cache.fits import digests_of
 from kvfold.contexts.files.format import opened, read_header
+from kvfold.fitted.fits import digests_of
 from tests.helpers.contexts import (
     DOCUMENT,
     KINDS,

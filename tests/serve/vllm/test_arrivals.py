@@ -15,7 +15,7 @@ import pytest
 import kvfold
 from kvfold import Budget
 from kvfold.bundled import FOLDER
-from kvfold.hf.scorer_file import read_fitted, write_fitted
+from kvfold.fitted.of_model import read_fitted, write_fitted
 from kvfold.jobs.compress import CompressJob, CompressOptions, CompressResult, worker_spec
 from kvfold.jobs.executor import here
 from kvfold.methods.stages.score.learned import Scorer

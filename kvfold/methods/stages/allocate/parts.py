@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.fitted import Fitted, FittedFile
+from kvfold.fitted.numbers import Fitted, FittedFile
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING, largest_remainder
 from kvfold.reading import read_text, stable_path

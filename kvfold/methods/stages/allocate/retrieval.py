@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.methods.fitted import Fitted
+from kvfold.fitted.numbers import Fitted
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.observers.fitted import HeadNumbers

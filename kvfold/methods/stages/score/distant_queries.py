@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvfold.fitted.numbers import Fitted
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import QueryMoments
-from kvfold.methods.fitted import Fitted
 from kvfold.observers.query_moments import QueryMomentsNeed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from kvfold.methods.fitted import Fitted
+from kvfold.fitted.numbers import Fitted
 
 if TYPE_CHECKING:
     from kvfold.methods.observation import Observation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.methods.fitted import Fitted
+from kvfold.fitted.numbers import Fitted, ScoredEntries
 
 if TYPE_CHECKING:
     from kvfold.methods.observation import Observation
@@ -93,7 +93,7 @@ class LayerScorer:
         of_projections = self.weights[:, size:, None].to(tanh.device)
         return scores + (tanh @ of_projections).squeeze(-1)
 
-    def of(self, observation: Observation) -> Tensor:
+    def of(self, observation: ScoredEntries) -> Tensor:
         """Scores `[B, H, T]`, float32, of an observation's entries."""
         return self(observation.unrotated(), observation.values)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import LayerRead, check_inputs, layers_read
+from kvfold.fitted.fitting.queries import LayerRead, check_inputs, layers_read, noted
+from kvfold.fitted.of_model import Fit
 from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
 from kvfold.store.reindexed_sinks import Rotate
@@ -22,17 +22,13 @@ LENGTH = 500  # positions at which the mean query looks back
 
 
 @dataclass(frozen=True)
-class HeadFit:
+class HeadFit(Fit):
     """Fitted scores of KV heads: their file, and how much they depend on the texts.
 
     `agreement` is the part of the better half of the heads that every other text and the rest have
-    in common. `numbers` is the number of heads, `share` that as part of the model's weights.
+    in common.
     """
 
-    path: Path
-    texts: int
-    numbers: int
-    share: float
     agreement: float
 
     @property
@@ -62,17 +58,14 @@ def fit_heads(
     Source: NVIDIA/kvpress `duo_attention_press.py`, `duo_attention_on_the_fly`.
     """
     check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
-    found = []
-    for number, text in enumerate(texts):
-        found.append(torch.stack([_area(layer) for layer in layers_read(model, tokenizer, text)]))
-        note(f"{number + 1} of {len(texts)} passages")
+    found = [
+        torch.stack([_area(layer) for layer in layers_read(model, tokenizer, text)])
+        for text in noted(texts, note)
+    ]
     halves = [torch.stack(found[first::2]).mean(0) for first in (0, 1)]
     scores = RetrievalScores(torch.stack(found).mean(0))
-    share = scores.numbers / weights_of(model)
-    result = HeadFit(Path(out), len(texts), scores.numbers, share, _in_common(*halves))
-    report = {"agreement": result.agreement}
-    write_fit(result.path, scores, model, target=RetrievalScores.method, texts=texts, report=report)
-    return result
+    measured = {"agreement": _in_common(*halves)}
+    return HeadFit.written(out, scores, model, texts, RetrievalScores.method, measured)
 
 
 def area(query: Tensor, keys: Tensor, rotate: Rotate, scale: float, length: int) -> Tensor:

@@ -16,12 +16,14 @@ from safetensors.torch import save_file
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.fit import fit as fitting
-from kvfold.fit.fit import Features, fit_scorer, parts_of
-from kvfold.fit.held_out import BUDGETS, compare
-from kvfold.fit.sums import RidgeSums
-from kvfold.fit.target import LEAST, ScoredText, scored, target_method
-from kvfold.hf.scorer_file import read_fitted, read_scorer_file
+from kvfold.fitted.file import read_scorer_file
+from kvfold.fitted.fitting import scorer as fitting
+from kvfold.fitted.fitting.features import Features
+from kvfold.fitted.fitting.held_out import BUDGETS, compare
+from kvfold.fitted.fitting.scorer import fit_scorer, parts_of
+from kvfold.fitted.fitting.sums import RidgeSums
+from kvfold.fitted.fitting.target import LEAST, ScoredText, scored, target_method
+from kvfold.fitted.of_model import read_fitted
 from kvfold.methods.stages.score.learned import Scorer
 
 WORDS = [

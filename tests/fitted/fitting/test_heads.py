@@ -11,11 +11,12 @@ from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError, fit_heads
-from kvfold.fit.heads import area
+from kvfold.fitted.file import read_scorer_file
+from kvfold.fitted.fitting.heads import area
+from kvfold.fitted.of_model import read_fitted
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.scorer_file import read_fitted, read_scorer_file
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 
 TOKENS, FEATURES = torch.arange(8)[:, None], torch.arange(4)
 KEYS = ((7 * TOKENS + 3 * FEATURES + TOKENS * FEATURES) % 11 - 5) / 4

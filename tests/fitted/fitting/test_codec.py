@@ -13,12 +13,12 @@ import torch
 import kvfold
 from kvfold import KvfoldError, UnsupportedModel, fit_codec
 from kvfold.codecs.basis import Basis
-from kvfold.fit import codec
-from kvfold.fit.error_costs import error_costs
+from kvfold.fitted.fitting import codec
+from kvfold.fitted.fitting.error_costs import error_costs
+from kvfold.fitted.of_model import read_fitted, write_fitted
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.rotation import Rotation
-from kvfold.hf.scorer_file import read_fitted, write_fitted
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.models import build
 
 SINKS = codec.SINKS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.fit.target import ScoredText
+from kvfold.fitted.fitting.target import ScoredText
 
 BUDGETS = (0.5, 0.3, 0.2, 0.1)  # parts of the entries at which both choices are compared
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import check_inputs, layers_read
+from kvfold.fitted.fitting.queries import check_inputs, layers_read, noted
+from kvfold.fitted.of_model import Fit
 from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.stages.score.filters import Filters
 
@@ -20,18 +20,13 @@ LEAST_TEXTS = 2  # one for each half
 
 
 @dataclass(frozen=True)
-class FilterFit:
+class FilterFit(Fit):
     """Fitted filters: their file, and how much they depend on the texts.
 
     `agreement` is the mean cosine, over KV heads, of the filters of every other text with those of
-    the rest, and `least_agreement` that of the head where it is lowest. `numbers` is the filters'
-    size, `share` that as part of the model's weights.
+    the rest, and `least_agreement` that of the head where it is lowest.
     """
 
-    path: Path
-    texts: int
-    numbers: int
-    share: float
     agreement: float
     least_agreement: float
 
@@ -66,28 +61,18 @@ def fit_filters(
     """
     check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     halves: list[QuerySums | None] = [None, None]
-    for number, text in enumerate(texts):
+    for number, text in enumerate(noted(texts, note)):
         read = list(layers_read(model, tokenizer, text))
         sums = QuerySums.of([layer.queries for layer in read])
         before = halves[number % 2]
         halves[number % 2] = sums if before is None else before + sums
-        note(f"{number + 1} of {len(texts)} passages")
     heads = read[0].keys.shape[0]
     first, second = halves
     assert first is not None and second is not None
     alike = torch.cosine_similarity(first.filters(heads), second.filters(heads), dim=-1)
     filters = Filters((first + second).filters(heads).float())
-    result = FilterFit(
-        Path(out),
-        len(texts),
-        filters.numbers,
-        filters.numbers / weights_of(model),
-        float(alike.mean()),
-        float(alike.min()),
-    )
-    report = {"agreement": result.agreement, "least_agreement": result.least_agreement}
-    write_fit(result.path, filters, model, target=Filters.method, texts=texts, report=report)
-    return result
+    measured = {"agreement": float(alike.mean()), "least_agreement": float(alike.min())}
+    return FilterFit.written(out, filters, model, texts, Filters.method, measured)
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import LayerRead, check_inputs, layers_read
+from kvfold.fitted.fitting.queries import LayerRead, check_inputs, layers_read, noted
+from kvfold.fitted.of_model import Fit
 from kvfold.hf.arguments import checked_arguments
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.methods.stages.score.distant_queries import Centres
 
 
 @dataclass(frozen=True)
-class CentreFit:
+class CentreFit(Fit):
     """Fitted centres: their file, and how tightly queries lie around them.
 
     `concentration[l][q]` is R of each query head: the length of its mean query over the mean length
     of its queries, rotary pair by rotary pair, mean over the pairs. It is 1 where all queries are
-    alike, and small where they point everywhere. `numbers` is the size of what was fitted, `share`
-    that as part of the model's weights.
+    alike, and small where they point everywhere.
     """
 
-    path: Path
-    texts: int
-    numbers: int
-    share: float
     concentration: list[list[float]]
 
     @property
@@ -66,26 +61,17 @@ def fit_centres(
     """
     check_inputs(model, tokenizer, texts, 1, out)
     sums, tokens = torch.zeros(()), 0
-    for number, text in enumerate(texts):
+    for text in noted(texts, note):
         read = list(layers_read(model, tokenizer, text))
         sums = sums + torch.stack([_sums(layer) for layer in read])
         tokens += read[0].queries.shape[1]
-        note(f"{number + 1} of {len(texts)} passages")
     heads = read[0].keys.shape[0]
     centres, lengths = (sums / tokens).float().unflatten(2, (heads, -1)).unbind(1)
     fitted = Centres(centres.contiguous(), lengths.contiguous())
     pairs = _pairs(read[0]).cpu()
     share = pair_norms(centres, pairs) / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
-    result = CentreFit(
-        Path(out),
-        len(texts),
-        fitted.numbers,
-        fitted.numbers / weights_of(model),
-        share.mean(-1).flatten(1).tolist(),
-    )
-    report = {"concentration": result.concentration}
-    write_fit(result.path, fitted, model, target=Centres.method, texts=texts, report=report)
-    return result
+    measured = {"concentration": share.mean(-1).flatten(1).tolist()}
+    return CentreFit.written(out, fitted, model, texts, Centres.method, measured)
 
 
 def _sums(layer: LayerRead) -> Tensor:

@@ -9,10 +9,10 @@ import pytest
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.fit.fit import fit_scorer
-from kvfold.fit.kinds import OTHERS, other_fit
-from kvfold.fit.queries import check_inputs
-from tests.fit.test_fit import texts
+from kvfold.fitted.fitting.kinds import OTHERS, other_fit
+from kvfold.fitted.fitting.queries import check_inputs
+from kvfold.fitted.fitting.scorer import fit_scorer
+from tests.fitted.fitting.test_scorer import texts
 
 FITS = OTHERS | {"zap": fit_scorer, "curve": other_fit("snapkv:window=8 + curve")}
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import check_inputs
-from kvfold.fit.target import scored, target_method
+from kvfold.fitted.fitting.queries import check_inputs, noted
+from kvfold.fitted.fitting.target import scored, target_method
+from kvfold.fitted.of_model import Fit
 from kvfold.generation.reading import read_on
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
@@ -31,19 +31,14 @@ REPORTED = (0.5, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
-class CurveFit:
+class CurveFit(Fit):
     """A fitted curve: its file, and the utility that it keeps on held-out texts.
 
     `mass` is the utility that the score's choices keep with the curve's sizes, as part of all,
-    and `mass_of_equal` that with equal sizes, by kept part. `numbers` is the curve's size, `share`
-    that as part of the model's weights.
+    and `mass_of_equal` that with equal sizes, by kept part.
     """
 
-    path: Path
     score: str
-    texts: int
-    numbers: int
-    share: float
     mass: dict[float, float]
     mass_of_equal: dict[float, float]
 
@@ -88,7 +83,7 @@ def fit_curve(
     held = [number for number in range(len(texts)) if number % 4 == 3] or [len(texts) - 1]
     parts: list[Tensor] = []
     unseen: list[Tensor] = []
-    for number, text in enumerate(texts):
+    for number, text in enumerate(noted(texts, note)):
         found = scored(model, tokenizer, text, utility)
         own = slice(found.opening, None)
         gains = in_order(found.scores[..., own], ranked(model, tokenizer, text, method)[..., own])
@@ -96,18 +91,14 @@ def fit_curve(
             unseen.append(gains)
         else:
             parts.append(profile(gains))
-        note(f"{number + 1} of {len(texts)} passages")
     curve = Curve(ROWS.float(), torch.stack(parts).mean(0).float())
     mass, of_equal = (dict.fromkeys(REPORTED, 0.0) for _ in range(2))
     for gains in unseen:
         for at in REPORTED:
             mass[at] += kept_mass(gains, curve.at(at), at) / len(unseen)
             of_equal[at] += kept_mass(gains, torch.ones_like(curve.at(at)), at) / len(unseen)
-    share = curve.numbers / weights_of(model)
-    result = CurveFit(Path(out), score, len(texts), curve.numbers, share, mass, of_equal)
-    report = {"mass": mass, "mass_of_equal": of_equal}
-    write_fit(result.path, curve, model, target=score, texts=texts, report=report)
-    return result
+    measured = {"mass": mass, "mass_of_equal": of_equal}
+    return CurveFit.written(out, curve, model, texts, score, measured, {"score": score})
 
 
 def ranking_method(score: str) -> Method:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvfold.errors import ScorerFileError
+from kvfold.fitted.numbers import Fitted
 from kvfold.hf.header import HeaderPart, ModelHeader, RopeHeader, digest, digest_of
-from kvfold.methods.fitted import Fitted
 from kvfold.reading import read_text, stable_path
 
 VERSION = "1"  # incremented when a file of one version would be misread by the other

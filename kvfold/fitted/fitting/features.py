@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.fit.target import ScoredText
+from kvfold.fitted.fitting.target import ScoredText
 from kvfold.methods.stages.score.learned import widened
 
 PROJECTIONS = 0, 64, 256  # numbers of projections among which validation chooses

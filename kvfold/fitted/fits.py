@@ -10,27 +10,22 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvfold.bundled import FOLDER
-from kvfold.cache.model_trial import EntryShape
-from kvfold.hf.fitted_numbers import read_kind
-from kvfold.hf.header import digest, digest_of
-from kvfold.hf.models import kv_heads
-from kvfold.hf.scorer_file import read_fitted
-from kvfold.hf.stock_layers import is_compressible, stock_layers
-from kvfold.methods.base import Stages
-from kvfold.methods.fitted import (
+from kvfold.fitted.file import read_kind
+from kvfold.fitted.numbers import (
     Fitted,
     FittedFile,
     FittedHeads,
     FittedMoments,
     FittedScorer,
 )
+from kvfold.fitted.of_model import read_fitted
+from kvfold.fitted.sources import KINDS, Sources
+from kvfold.hf.header import digest, digest_of
+from kvfold.hf.models import kv_heads
+from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.methods.base import Stages
 from kvfold.methods.stages.allocate.parts import Curve, PartsSource
 from kvfold.observers.base import Need
-from kvfold.observers.fitted import EntryScorer, HeadNumbers
-from kvfold.observers.query_moments import QueryMomentsNeed
-
-# Needs that read a file, in the order of the fields of `Fits`
-KINDS: tuple[type[Need[Any]], ...] = (EntryScorer, HeadNumbers, QueryMomentsNeed)
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class Fits:
         Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype, or of
         other numbers of layers and heads, and KvfoldError for such parts that a user wrote.
         """
-        return cls(*(_fitted_in(source, model) for source in _sources(stages)))
+        return cls(*(_fitted_in(source, model) for source in Sources.of(stages)))
 
     def of_layer(self, layer: int, heads: slice | None) -> dict[type[Need[Any]], Any]:
         """One layer's scorer, numbers `[H]` of KV heads, and moments of queries of one row.
@@ -59,7 +54,7 @@ class Fits:
         files = zip(KINDS, (self.scorer, self.heads, self.moments), strict=True)
         return {kind: each.of_layer(layer, heads) for kind, each in files if each is not None}
 
-    def check_entries(self, shapes: Iterable[EntryShape]) -> None:
+    def check_entries(self, shapes: Iterable[tuple[int, int, int]]) -> None:
         """Raises ScorerFileError for a fit of entries with other channels than `shapes`."""
         for fitted in vars(self).values():
             if isinstance(fitted, Fitted):
@@ -76,7 +71,7 @@ def digests_of(stages: Stages) -> dict[str, str]:
 
     Raises ScorerFileError for a file that is damaged, and KvfoldError for parts that a user wrote.
     """
-    return _digests(_read(source) for source in _sources(stages) if source is not None)
+    return _digests(_read(source) for source in Sources.of(stages) if source is not None)
 
 
 def _digests(fits: Iterable[Any]) -> dict[str, str]:
@@ -88,14 +83,7 @@ def _digest(fitted: Fitted) -> str:
     return digest(" ".join(f"{name} {digest_of(tensor)}" for name, tensor in tensors.items()))
 
 
-def _sources(stages: Stages) -> tuple[PartsSource | None, ...]:
-    """Where the stages find a scorer, numbers of heads, moments and parts, as `Fits` has them."""
-    needs = stages.needs
-    files = tuple(getattr(needs.get(kind), "file", None) for kind in KINDS)
-    return *files, getattr(stages.allocate, "parts", None)
-
-
-def _path(source: PartsSource) -> str:
+def path_of(source: PartsSource) -> str:
     """The source's file; the bundled model's where none is named."""
     if isinstance(source, FittedFile) and source.file == "none":
         return str(FOLDER / source.kind.bundled)
@@ -105,7 +93,7 @@ def _path(source: PartsSource) -> str:
 def _read(source: PartsSource) -> Fitted:
     """What is in the source's file, for any model."""
     if isinstance(source, FittedFile):
-        return read_kind(_path(source), source.kind)[0]
+        return read_kind(path_of(source), source.kind)[0]
     return source.read()
 
 
@@ -113,7 +101,7 @@ def _fitted_in(source: PartsSource | None, model: PreTrainedModel) -> Any:
     """What is in the source's file, checked to be of the model."""
     if source is None:
         return None
-    path = _path(source)
+    path = path_of(source)
     if isinstance(source, FittedFile):
         fitted = read_fitted(path, model, source.kind)
     else:

@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 import kvfold
 from kvfold import UnsupportedModel, fit_codec
-from kvfold.fit.codec import SINKS
-from kvfold.fit.error_costs import NEAR, error_costs
-from kvfold.fit.queries import layers_read
+from kvfold.fitted.fitting.codec import SINKS
+from kvfold.fitted.fitting.error_costs import NEAR, error_costs
+from kvfold.fitted.fitting.queries import layers_read
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.models import build
 from tests.helpers.tokenizers import word_tokenizer
 

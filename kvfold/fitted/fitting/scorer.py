@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fit.features import PROJECTIONS, Features
-from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.held_out import HeldOut, compare, mean_of
-from kvfold.fit.progress import Progress
-from kvfold.fit.queries import check_inputs
-from kvfold.fit.sums import RidgeSums
-from kvfold.fit.target import ScoredText, scored, target_method
+from kvfold.fitted.fitting.features import PROJECTIONS, Features
+from kvfold.fitted.fitting.held_out import HeldOut, compare, mean_of
+from kvfold.fitted.fitting.progress import Progress
+from kvfold.fitted.fitting.queries import check_inputs
+from kvfold.fitted.fitting.sums import RidgeSums
+from kvfold.fitted.fitting.target import ScoredText, scored, target_method
+from kvfold.fitted.of_model import Fit, weights_of
 from kvfold.hf.arguments import checked_arguments
 from kvfold.methods.base import Method
 from kvfold.methods.stages.score.learned import Scorer
@@ -34,19 +34,14 @@ Candidates = dict[tuple[int, float], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class FitResult:
+class FitResult(Fit):
     """A fitted scorer: its file, the features and penalty chosen, and held-out measurements.
 
-    `held_out` is of texts that neither the fit nor the choice has seen; `numbers` is the scorer's
-    size, `share` that as part of the model's weights.
+    `held_out` is of texts that neither the fit nor the choice has seen.
     """
 
-    path: Path
     projections: int
     penalty: float
-    texts: int
-    numbers: int
-    share: float
     held_out: HeldOut
 
 
@@ -99,9 +94,10 @@ def fit_scorer(
     ]
     projections = features.projections[:, : best[0]].contiguous()
     scorer = Scorer(weights.float(), features.scales, projections)
-    share = scorer.numbers / of_model
-    result = FitResult(path, *best, len(texts), scorer.numbers, share, mean_of(held_out))
-    _write(result, scorer, model, str(method), texts, seed)
+    held = mean_of(held_out)
+    measured = {"projections": best[0], "penalty": best[1], "held_out": asdict(held)}
+    also = {"held_out": held}
+    result = FitResult.written(path, scorer, model, texts, str(method), measured, also, seed)
     progress.remove()
     return result
 
@@ -193,19 +189,3 @@ def _candidates(features: Features, sums: RidgeSums, most: int) -> Candidates:
         weights = sums.solve(chosen, penalty, free=size - 1)
         made[projections, penalty] = weights.unflatten(0, (layers, heads)), chosen
     return made
-
-
-def _write(
-    result: FitResult,
-    scorer: Scorer,
-    model: PreTrainedModel,
-    target: str,
-    texts: Sequence[str],
-    seed: int,
-) -> None:
-    report = {
-        "projections": result.projections,
-        "penalty": result.penalty,
-        "held_out": asdict(result.held_out),
-    }
-    write_fit(result.path, scorer, model, target=target, texts=texts, report=report, seed=seed)

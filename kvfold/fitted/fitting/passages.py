@@ -12,68 +12,26 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvfold.errors import KvfoldError
 
 FIRST = [
-    "Marta",
-    "Jonas",
-    "Aiko",
-    "Pedro",
-    "Leila",
-    "Sven",
-    "Noor",
-    "Carla",
-    "Tomasz",
-    "Ingrid",
-    "Kofi",
-    "Yara",
-    "Dmitri",
-    "Helen",
-]
+    "Marta", "Jonas", "Aiko", "Pedro", "Leila", "Sven", "Noor", "Carla", "Tomasz", "Ingrid",
+    "Kofi", "Yara", "Dmitri", "Helen",
+]  # fmt: skip
 LAST = [
-    "Lund",
-    "Okafor",
-    "Reyes",
-    "Tanaka",
-    "Novak",
-    "Berg",
-    "Haddad",
-    "Silva",
-    "Meyer",
-    "Quist",
-    "Ilves",
-    "Marsh",
-    "Duarte",
-]
+    "Lund", "Okafor", "Reyes", "Tanaka", "Novak", "Berg", "Haddad", "Silva", "Meyer", "Quist",
+    "Ilves", "Marsh", "Duarte",
+]  # fmt: skip
 PLACES = [
-    "Bergen",
-    "Lagos",
-    "Porto",
-    "Kyoto",
-    "Tartu",
-    "Quito",
-    "Galway",
-    "Izmir",
-    "Malmo",
-    "Oran",
-    "Cusco",
-    "Turku",
-]
+    "Bergen", "Lagos", "Porto", "Kyoto", "Tartu", "Quito", "Galway", "Izmir", "Malmo", "Oran",
+    "Cusco", "Turku",
+]  # fmt: skip
 THINGS = [
-    "invoice",
-    "locker",
-    "ticket",
-    "parcel",
-    "passport",
-    "account",
-    "sensor",
-    "router",
-    "badge",
-    "claim",
-    "order",
-]
+    "invoice", "locker", "ticket", "parcel", "passport", "account", "sensor", "router", "badge",
+    "claim", "order",
+]  # fmt: skip
 WORD = re.compile(r"\S+\s*")
 ENDING = re.compile(r"(?<=[.!?])\s+")
 
@@ -161,15 +119,7 @@ def _amount(draw: random.Random) -> str:
     return f"{draw.randrange(100000) / 100:,.2f}"
 
 
-VALUES: list[Callable[[random.Random], str]] = [
-    _digits,
-    _digits,
-    _uuid,
-    _uuid,
-    _code_word,
-    _date,
-    _amount,
-]
+VALUES = (_digits, _digits, _uuid, _uuid, _code_word, _date, _amount)
 
 
 def _value(draw: random.Random) -> str:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvfold.fit.centres import CentreFit, fit_centres
-from kvfold.fit.codec import CodecFit, fit_codec
-from kvfold.fit.curves import PUBLISHED, CurveFit, fit_curve, ranking_method
-from kvfold.fit.filters import FilterFit, fit_filters
-from kvfold.fit.heads import HeadFit, fit_heads
-from kvfold.fit.target import target_method
+from kvfold.fitted.fitting.centres import CentreFit, fit_centres
+from kvfold.fitted.fitting.codec import CodecFit, fit_codec
+from kvfold.fitted.fitting.curves import PUBLISHED, CurveFit, fit_curve, ranking_method
+from kvfold.fitted.fitting.filters import FilterFit, fit_filters
+from kvfold.fitted.fitting.heads import HeadFit, fit_heads
+from kvfold.fitted.fitting.target import target_method
 
 OtherFit = CentreFit | FilterFit | HeadFit | CurveFit | CodecFit
 # (model, tokenizer, texts, out, *, note) → result

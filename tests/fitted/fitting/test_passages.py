@@ -8,8 +8,8 @@ import random
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.fit.passages import drawn, too_short, without_passage
-from tests.fit.test_fit import WORDS
+from kvfold.fitted.fitting.passages import drawn, too_short, without_passage
+from tests.fitted.fitting.test_scorer import WORDS
 
 
 def test_half_of_the_passages_carry_records():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.fit.fitted_file import check_fit_place
+from kvfold.fitted.of_model import check_fit_place
 from kvfold.generation.length import too_long
 from kvfold.generation.reading import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
@@ -68,6 +68,13 @@ def check_inputs(
                 f"text {number} is too long to fit a scorer, {found}, the length it was trained "
                 "for: give shorter texts, of fewer --words"
             )
+
+
+def noted(texts: Sequence[str], note: Callable[[str], None]) -> Iterator[str]:
+    """The texts in turn; `note` is called with a line of progress after each."""
+    for number, text in enumerate(texts, 1):
+        yield text
+        note(f"{number} of {len(texts)} passages")
 
 
 @torch.no_grad()

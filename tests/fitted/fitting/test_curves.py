@@ -12,12 +12,13 @@ from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError, fit_curve
-from kvfold.fit.curves import ROWS, hull_slopes, in_order, kept_mass, profile, ranked
-from kvfold.fit.target import scored, target_method
-from kvfold.hf.scorer_file import read_fitted, read_scorer_file
+from kvfold.fitted.file import read_scorer_file
+from kvfold.fitted.fitting.curves import ROWS, hull_slopes, in_order, kept_mass, profile, ranked
+from kvfold.fitted.fitting.target import scored, target_method
+from kvfold.fitted.of_model import read_fitted
 from kvfold.methods.base import parse
 from kvfold.methods.stages.allocate.parts import Curve
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 
 SCORE = "snapkv:window=8"
 

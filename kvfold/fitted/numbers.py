@@ -6,15 +6,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from kvfold.errors import ScorerFileError
-
-if TYPE_CHECKING:
-    from kvfold.kernels.query_moments import QueryMoments
-    from kvfold.methods.observation import Observation
+from kvfold.kernels.query_moments import QueryMoments
 
 
 class FileName(str):
@@ -118,10 +115,19 @@ class FittedFile:
     file: str
 
 
+class ScoredEntries(Protocol):
+    """What a fitted scorer reads of an observation: `values [B, H, T, Dv]`, un-rotated keys."""
+
+    @property
+    def values(self) -> Tensor: ...
+
+    def unrotated(self) -> Tensor: ...
+
+
 class LayerScores(Protocol):
     """A fitted scorer of one layer."""
 
-    def of(self, observation: Observation) -> Tensor:
+    def of(self, observation: ScoredEntries) -> Tensor:
         """Scores `[B, H, T]`, float32, of an observation's entries."""
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError, UnsupportedModel, fit_centres
+from kvfold.fitted.file import read_scorer_file
+from kvfold.fitted.of_model import read_fitted
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.scorer_file import read_fitted, read_scorer_file
 from kvfold.methods.stages.score.distant_queries import Centres
-from tests.fit.test_fit import texts
+from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.models import build
 
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.codecs.basis import Basis
 from kvfold.errors import UnsupportedModel
-from kvfold.fit.error_costs import error_costs
-from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import LayerRead, check_inputs, layers_read
+from kvfold.fitted.fitting.error_costs import error_costs
+from kvfold.fitted.fitting.queries import LayerRead, check_inputs, layers_read
+from kvfold.fitted.of_model import Fit
 from kvfold.hf.arguments import checked_arguments
 
 LEAST_TEXTS = 2  # one to fit, one to report on
@@ -29,19 +29,14 @@ SIDES = ("key", "value")
 
 
 @dataclass(frozen=True)
-class CodecFit:
+class CodecFit(Fit):
     """A fitted basis: its file, and how much of held-out keys and values it can hold.
 
     `ranks` are the directions of keys and of values, `left_out` the parts of their energy, as the
-    codec weighs it, that lie in no direction; of `texts`, those held out are `held_out`. `numbers`
-    is the basis's size, `share` that as part of the model's weights.
+    codec weighs it, that lie in no direction; of `texts`, those held out are `held_out`.
     """
 
-    path: Path
-    texts: int
     held_out: int
-    numbers: int
-    share: float
     ranks: tuple[int, int]
     left_out: tuple[float, float]
 
@@ -97,18 +92,9 @@ def fit_codec(
         energy += _energy(basis, list(layers_read(model, tokenizer, text)))
         note(f"{number} of {len(texts)} passages")
     keys, values = (1 - energy[:, 0] / energy[:, 1]).clamp(min=0).tolist()
-    result = CodecFit(
-        Path(out),
-        len(texts),
-        len(held_out),
-        basis.numbers,
-        basis.numbers / weights_of(model),
-        (basis.key_directions.shape[-1], basis.value_directions.shape[-1]),
-        (keys, values),
-    )
-    report = {"ranks": result.ranks, "left_out": result.left_out, "held_out": len(held_out)}
-    write_fit(result.path, basis, model, target=Basis.method, texts=texts, report=report)
-    return result
+    ranks = basis.key_directions.shape[-1], basis.value_directions.shape[-1]
+    measured = {"ranks": ranks, "left_out": (keys, values), "held_out": len(held_out)}
+    return CodecFit.written(out, basis, model, texts, Basis.method, measured)
 
 
 @dataclass
