@@ -85,11 +85,7 @@ PRESSES: dict[type[Method], Callable[[Any], Press]] = {
     ],
     CriticalKV: lambda m: [
         "CriticalKVPress",
-        {
-            "press": ["SnapKVPress", _votes(m)],
-            "epsilon": m.epsilon,
-            "first_stage_ratio": m.first,
-        },
+        {"press": ["SnapKVPress", _votes(m)], "epsilon": m.epsilon, "first_stage_ratio": m.first},
     ],
     ExpectedAttention: lambda m: [
         "ExpectedAttentionPress",

@@ -58,11 +58,7 @@ class BenchSession:
         return cls(subject, subject.shape, setups, commit())
 
     def rounds(
-        self,
-        cell: BenchCell,
-        makers: Makers,
-        missing: dict[ParticipantLabel, int],
-        note: Note,
+        self, cell: BenchCell, makers: Makers, missing: dict[ParticipantLabel, int], note: Note
     ) -> Iterator[list[RoundRecord]]:
         """The records of each round, until every participant has its `missing` rounds.
 

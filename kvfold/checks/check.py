@@ -137,11 +137,7 @@ def subject_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Ev
 def protocol_of(tokens: int, question_aware: bool, seed: int) -> CheckProtocol:
     """The protocol of a check that forces so many tokens."""
     return CheckProtocol(
-        tokens=tokens,
-        limit=LONGER * tokens,
-        question_aware=question_aware,
-        seed=seed,
-        words=WORDS,
+        tokens=tokens, limit=LONGER * tokens, question_aware=question_aware, seed=seed, words=WORDS
     )
 
 

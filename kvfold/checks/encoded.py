@@ -150,10 +150,7 @@ def _groups(tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt) -> tuple[li
     assert prompt.context is not None and prompt.question is not None
     opening = segments(tokenizer, frame.before, Content(prompt.context))
     question = Content(prompt.question)
-    return [
-        opening,
-        segments(tokenizer, frame.separator, question, frame.after),
-    ], len(frame.before)
+    return [opening, segments(tokenizer, frame.separator, question, frame.after)], len(frame.before)
 
 
 def _system_begins(tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt) -> int:

@@ -154,8 +154,7 @@ app = typer.Typer(
 @app.callback()
 def program(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
     ] = False,
 ) -> None:
     """A KV cache that stays small: compression methods for Hugging Face models, measured."""

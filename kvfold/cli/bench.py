@@ -60,15 +60,13 @@ def command(
         int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's own")
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16.", show_default="the model's"),
+        str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the model's")
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of random weights and of prompts.", callback=checked_seed)
     ] = 0,
     peer: Annotated[
-        list[str] | None,
-        typer.Option(help="kvpress or transformers-quantized; may be repeated."),
+        list[str] | None, typer.Option(help="kvpress or transformers-quantized; may be repeated.")
     ] = None,
     peer_python: Annotated[
         Path | None, typer.Option(help="Python interpreter of an environment with kvpress.")

@@ -18,14 +18,7 @@ from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import counted
-from kvfold.cli.options import (
-    Json,
-    ModelOption,
-    ModelPlace,
-    loading,
-    model_of,
-    with_options,
-)
+from kvfold.cli.options import Json, ModelOption, ModelPlace, loading, model_of, with_options
 from kvfold.errors import KvfoldError
 from kvfold.evidence.tables import table
 from kvfold.loading import Loading, load

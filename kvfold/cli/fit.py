@@ -127,11 +127,7 @@ def command(
     with progress(notes) as bar:
         task = bar.add_task("fitting", total=None)
         result = fit(
-            network,
-            tokenizer,
-            read,
-            out,
-            note=lambda line: bar.update(task, description=line),
+            network, tokenizer, read, out, note=lambda line: bar.update(task, description=line)
         )
     if as_json:
         print_json(asdict(result))

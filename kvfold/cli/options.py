@@ -52,8 +52,7 @@ SpecialTokens = Annotated[
     ),
 ]
 AllowLonger = Annotated[
-    bool,
-    typer.Option("--allow-longer", help="Read texts beyond the model's trained length."),
+    bool, typer.Option("--allow-longer", help="Read texts beyond the model's trained length.")
 ]
 TemplateArguments = Annotated[
     list[str] | None,
@@ -327,10 +326,7 @@ def _unmarked(encoding: str) -> str:
 
 
 def checked(
-    method: str,
-    budget: str | None,
-    every: int | None = None,
-    max_cache_tokens: int | None = None,
+    method: str, budget: str | None, every: int | None = None, max_cache_tokens: int | None = None
 ) -> tuple[Method, Budget | None]:
     """A parsed method and budget; the other options are those of `CompressedCache`.
 

@@ -66,8 +66,7 @@ def command(
         typer.Option(min=1, help="Generated tokens after which the cache is back at its size."),
     ] = None,
     max_cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=2, help="Most entries per layer and KV head while answering."),
+        int | None, typer.Option(min=2, help="Most entries per layer and KV head while answering.")
     ] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt read per forward.")

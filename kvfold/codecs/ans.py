@@ -111,11 +111,7 @@ def decode(
 
 
 def _decoded_by_numpy(
-    lanes: Lanes,
-    counts: Sequence[int],
-    tables: Sequence[Numbers],
-    states: Numbers,
-    words: Numbers,
+    lanes: Lanes, counts: Sequence[int], tables: Sequence[Numbers], states: Numbers, words: Numbers
 ) -> tuple[list[Numbers], int, Numbers]:
     """Symbols of parts, the number of words that were read, and the states that are left."""
     symbol, frequency, offset = _by_slot(tables)
@@ -138,11 +134,7 @@ def _decoded_by_numpy(
 
 
 def _decoded_natively(
-    lanes: Lanes,
-    counts: Sequence[int],
-    tables: Sequence[Numbers],
-    states: Numbers,
-    words: Numbers,
+    lanes: Lanes, counts: Sequence[int], tables: Sequence[Numbers], states: Numbers, words: Numbers
 ) -> tuple[list[Numbers], int, Numbers]:
     """As `_decoded_by_numpy`, in C++."""
     ends = np.cumsum(counts, dtype=np.int64)

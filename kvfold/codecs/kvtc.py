@@ -81,10 +81,7 @@ def _finest_fitting(fits: Callable[[float], bool], fine: float, coarse: float) -
 
 
 def decode(
-    coded: CodedSide,
-    transform: Transform,
-    scope: Scope,
-    counts: Sequence[int],
+    coded: CodedSide, transform: Transform, scope: Scope, counts: Sequence[int]
 ) -> list[Tensor]:
     """Keys or values `[n, D]` of each KV head, float32; `counts` are the heads' entries.
 

@@ -109,12 +109,7 @@ class Chat:
         return self._answer(asked, kept, stop_strings(stop), discard, Event(), options)
 
     def add(
-        self,
-        question: str,
-        answer: str,
-        *,
-        answer_prefix: str = "",
-        special_tokens: bool = False,
+        self, question: str, answer: str, *, answer_prefix: str = "", special_tokens: bool = False
     ) -> None:
         """Adds a kept turn with a given `answer`, as if the model had generated it.
 

@@ -279,10 +279,7 @@ def prompt(
 
 
 def _located(
-    tokenizer: PreTrainedTokenizerBase,
-    frame: PromptFrame,
-    ids: Tensor,
-    protect: Any,
+    tokenizer: PreTrainedTokenizerBase, frame: PromptFrame, ids: Tensor, protect: Any
 ) -> Any:
     """Token ranges of protected parts; raises KvfoldError as `span` for texts."""
     if isinstance(protect, str) or not isinstance(protect, Iterable):

@@ -36,10 +36,7 @@ class ContextPipeline(Pipeline):
         return super().__call__(documents, **options)  # type: ignore[no-untyped-call]
 
     def _sanitize_parameters(
-        self,
-        question: str | None = None,
-        questions: Sequence[str] | None = None,
-        **options: Any,
+        self, question: str | None = None, questions: Sequence[str] | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         if questions is not None and not isinstance(questions, list | tuple):
             raise KvfoldError("questions= takes a list of texts: for one text, give question=")

@@ -28,13 +28,7 @@ from kvfold.fitted.file import (
     read_scorer_file,
 )
 from kvfold.fitted.numbers import Fitted
-from kvfold.hf.header import (
-    digest,
-    digest_of,
-    model_differences,
-    order_metadata,
-    rope_differences,
-)
+from kvfold.hf.header import digest, digest_of, model_differences, order_metadata, rope_differences
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.writing import check_kind, check_place, replacing
 

@@ -66,9 +66,7 @@ def lazy_window(tokens: int) -> int:
 
 
 def watch_attention(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    seen: Callable[[], None] = lambda: None,
+    model: PreTrainedModel, input_ids: Tensor, seen: Callable[[], None] = lambda: None
 ) -> list[LayerAttention]:
     """Statistics of every compressible layer over `input_ids [1, N]`; `seen()` is called per layer.
 

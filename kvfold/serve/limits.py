@@ -94,10 +94,7 @@ class RequestLimits:
 
 
 def check_client(
-    headers: Mapping[bytes, bytes],
-    server: Any,
-    api_key: str | None,
-    origins: tuple[str, ...] = (),
+    headers: Mapping[bytes, bytes], server: Any, api_key: str | None, origins: tuple[str, ...] = ()
 ) -> None:
     """Raises ApiError for a wrong API key; without a key, for requests from other sites' pages.
 

@@ -17,12 +17,7 @@ from kvfold.hf.user_text import Content
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
 from kvfold.serve.errors import ApiError, refusals
-from kvfold.serve.request_schemas import (
-    ChatRequest,
-    RequestMessage,
-    SessionEdits,
-    SessionRequest,
-)
+from kvfold.serve.request_schemas import ChatRequest, RequestMessage, SessionEdits, SessionRequest
 from kvfold.serve.sampling import SamplingParams
 from kvfold.serve.served_model import ServedModel
 from kvfold.serve.session_pool import SessionPool

@@ -73,10 +73,7 @@ def check_crops(method: Method) -> None:
 
 @torch.no_grad()
 def log_probs(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    inputs: Tensor,
-    dtype: torch.dtype | None = None,
+    model: PreTrainedModel, cache: CompressedCache, inputs: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Log-probabilities `[S, V]` of the token after each of `inputs [1, S]`.
 

@@ -171,10 +171,7 @@ class EvalPlan:
             yield from self._batches(each, cells, done)
 
     def _batches(
-        self,
-        each: TaskSamples,
-        cells: Sequence[EvalCell],
-        done: Mapping[tuple[EvalCell, int], str],
+        self, each: TaskSamples, cells: Sequence[EvalCell], done: Mapping[tuple[EvalCell, int], str]
     ) -> Iterator[EvalJob]:
         """Jobs of one task: samples that lack the same cells, `batch_size` at a time.
 

@@ -143,10 +143,6 @@ def _conversation(
             )
         cost = step.cost or cost
         if history == "gold":
-            chat.add(
-                question.text,
-                question.answers[0],
-                answer_prefix=question.answer_prefix,
-            )
+            chat.add(question.text, question.answers[0], answer_prefix=question.answer_prefix)
         answers.append(reply)
     return answers, cost

@@ -13,14 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import (
-    GREEDY,
-    AnswerStream,
-    NumbersOnly,
-    Reply,
-    end_tokens,
-    without_end,
-)
+from kvfold.contexts.answer import GREEDY, AnswerStream, NumbersOnly, Reply, end_tokens, without_end
 from kvfold.contexts.chat import discard
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell

@@ -77,10 +77,7 @@ def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> Com
 
 
 def _from_one_reading(
-    model: PreTrainedModel,
-    batch: PromptBatch,
-    group: dict[EvalCell, CompressedCache],
-    read: Read,
+    model: PreTrainedModel, batch: PromptBatch, group: dict[EvalCell, CompressedCache], read: Read
 ) -> Iterator[Compressed]:
     """The caches of a group: copies of the first one's reading, then that one itself."""
     own, *others = group

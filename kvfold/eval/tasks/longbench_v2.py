@@ -70,10 +70,7 @@ TASKS = (
         "longbench_v2",
         "multiple choice",
         _samples,
-        {
-            "accuracy": partial(_accuracy, False),
-            "compensated_accuracy": partial(_accuracy, True),
-        },
+        {"accuracy": partial(_accuracy, False), "compensated_accuracy": partial(_accuracy, True)},
         truncation="middle",
     ),
 )

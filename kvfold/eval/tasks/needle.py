@@ -82,11 +82,7 @@ def generate(name: str, draw: Draw, request: SampleRequest) -> Iterator[TaskSamp
             "\nAnswer:",
             {"needle": needle.text},
         )
-        metadata = {
-            "depth": percent,
-            "length": request.length,
-            "haystack": haystack.name,
-        }
+        metadata = {"depth": percent, "length": request.length, "haystack": haystack.name}
         return TaskSample(name, index, context, (question,), stop=("\n",), metadata=metadata)
 
     return fitted(request, name, build, LEAST_WORDS)
@@ -119,10 +115,6 @@ def task(name: str, summary: str, draw: Draw) -> Task:
 
 
 TASKS = (
-    task(
-        "niah_sandwich",
-        "the sandwich in Dolores Park, at every depth",
-        lambda *drawn: SANDWICH,
-    ),
+    task("niah_sandwich", "the sandwich in Dolores Park, at every depth", lambda *drawn: SANDWICH),
     task("niah_magic", "a new number for a new key, at every depth", magic),
 )

@@ -62,11 +62,7 @@ def _delta(text: str, begun: bool) -> dict[str, str]:
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "index": choice["index"],
-        "logprobs": None,
-        "finish_reason": choice["finish_reason"],
-    }
+    return {"index": choice["index"], "logprobs": None, "finish_reason": choice["finish_reason"]}
 
 
 def _renamed(
