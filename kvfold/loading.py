@@ -138,6 +138,11 @@ def _named(name: str) -> Iterator[None]:
         raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
 
 
+def shown_name(name: str) -> str:
+    """The name of a model, of a folder its last part."""
+    return Path(name).name if Path(name).is_dir() else name
+
+
 def check_name(name: str, loading: Loading) -> None:
     """Raises KvfoldError for a model or adapter that cannot exist; loads and downloads nothing."""
     if not name.strip():

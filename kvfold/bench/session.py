@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import time
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,21 +112,20 @@ class BenchSession:
         if participant.label in peaks:
             peak = peaks[participant.label]
             measured = measured.model_copy(update={"peak_bytes": peak or measured.peak_bytes})
-        return RoundRecord(
-            session=self.name,
-            round=index,
-            at=datetime.now(UTC).isoformat(timespec="seconds"),
-            cell=cell,
-            side=participant.label.side,
-            method=participant.label.method,
-            budget=participant.label.budget,
-            compiled=participant.label.compiled,
-            baseline=baseline,
-            shape=self.shape,
-            setup=self.setups[participant.label.side],
-            commit=self.commit,
-            measured=measured,
-        )
+        about = self.about(index, participant.label, baseline)
+        return RoundRecord(**about, cell=cell, measured=measured)
+
+    def about(self, index: int, label: ParticipantLabel, baseline: str) -> dict[str, Any]:
+        """The fields of `BenchRecord` for a participant in a round."""
+        return dataclasses.asdict(label) | {
+            "session": self.name,
+            "round": index,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "baseline": baseline,
+            "shape": self.shape,
+            "setup": self.setups[label.side],
+            "commit": self.commit,
+        }
 
 
 def _joins(label: ParticipantLabel, missing: dict[ParticipantLabel, int], index: int) -> bool:

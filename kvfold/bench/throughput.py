@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 
 import torch
@@ -126,7 +125,8 @@ class ThroughputRunner:
                 else:
                     outcome = largest(partial(self.run, label, kernels), self.room)
                     batches[label] = outcome.batch
-                yield self._record(index, label, kernels, outcome)
+                about = self.session.about(index, label, str(kernels))
+                yield ThroughputRecord(**about, load=self.load, outcome=outcome)
 
     @torch.no_grad()
     def run(self, label: ParticipantLabel, kernels: SdpaChoice, batch: int) -> BatchRun:
@@ -154,25 +154,6 @@ class ThroughputRunner:
             prefill_seconds=prefill.seconds,
             decode_seconds=decode,
             tokens_per_second=batch * load.generated / (prefill.seconds + decode),
-        )
-
-    def _record(
-        self, index: int, label: ParticipantLabel, kernels: SdpaChoice, outcome: BatchRun
-    ) -> ThroughputRecord:
-        session = self.session
-        return ThroughputRecord(
-            session=session.name,
-            round=index,
-            at=datetime.now(UTC).isoformat(timespec="seconds"),
-            side=label.side,
-            method=label.method,
-            budget=label.budget,
-            baseline=str(kernels),
-            shape=session.shape,
-            setup=session.setups[label.side],
-            commit=session.commit,
-            load=self.load,
-            outcome=outcome,
         )
 
 

@@ -39,6 +39,7 @@ from kvfold.eval.run.plan import written
 from kvfold.evidence.outputs import check_apart
 from kvfold.generation.length import check_length
 from kvfold.hf.arguments import checked_arguments
+from kvfold.loading import shown_name
 from kvfold.measure.machine import MachineSetup, commit
 from kvfold.methods.base import Method, parse
 
@@ -285,8 +286,7 @@ def _itself(prompt: EncodedPrompt) -> EncodedPrompt:
 
 def _name(model: PreTrainedModel) -> str:
     """The model's hub id, or its folder's name."""
-    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-    return Path(name).name if Path(name).is_dir() else name
+    return shown_name(str(getattr(model.config, "name_or_path", "") or type(model).__name__))
 
 
 def _check_tokens(tokens: int) -> None:

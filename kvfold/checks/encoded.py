@@ -17,7 +17,7 @@ from kvfold.checks.prompts import CheckPrompt, PromptMessage
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PromptFrame, conversation
 from kvfold.hf.user_text import Content, segment_ids, segments
-from kvfold.inspect.inspected_text import text_of_tokens
+from kvfold.inspect.inspected_text import text_of_tokens, tokens_within
 
 SYSTEM = "system"
 LEAST = 2  # tokens that are left without a span
@@ -185,7 +185,4 @@ def _tokens_of(pieces: Sequence[str], begin: int, part: str) -> Span:
     """Range of the tokens that hold characters of `part`, which begins at `begin`."""
     if begin < 0:
         raise KvfoldError(f"the chat template changes {part[:40]!r}, which is not found again")
-    ends = list(itertools.accumulate(map(len, pieces), initial=0))
-    end = begin + len(part)
-    inside = [t for t in range(len(pieces)) if ends[t] < end and ends[t + 1] > begin]
-    return inside[0], inside[-1] + 1
+    return tokens_within(pieces, begin, begin + len(part))

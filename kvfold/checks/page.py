@@ -114,21 +114,27 @@ def _estimate(of: IntervalEstimate, form: str) -> str:
     return f"{of.value:{form}} <small>{of.low:{form}} to {of.high:{form}}</small>"
 
 
-def _spans(result: CheckResult) -> str:
-    """The section on spans, if a prompt has any."""
-    lines = []
+def span_rows(result: CheckResult) -> list[list[str]]:
+    """Rows with the columns `SPANS`, as texts; none without spans."""
+    rows = []
     for cell in result.cells:
         for name, span in cell.spans.items():
             leaked = cell.leakage.get(name)
-            lines.append([
-                escape(cell.method),
+            recalls = ("", "") if leaked is None else (leaked.recall, leaked.recall_full)
+            rows.append([
+                cell.method,
                 cell.budget or "",
-                escape(name),
+                name,
                 f"{span.kept:.1%}",
                 "" if span.effect is None else f"{span.effect:.0%}",
-                "" if leaked is None else f"{leaked.recall:.2f}",
-                "" if leaked is None else f"{leaked.recall_full:.2f}",
+                *(f"{recall:.2f}" if recall != "" else "" for recall in recalls),
             ])  # fmt: skip
+    return rows
+
+
+def _spans(result: CheckResult) -> str:
+    """The section on spans, if a prompt has any."""
+    lines = [[escape(text) for text in row] for row in span_rows(result)]
     if not lines:
         return ""
     return filled(template("checks", "spans.html"), {"TABLE": table("names", SPANS, lines)})

@@ -13,7 +13,16 @@ from rich.text import Text
 
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
-from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
+from kvfold.cli.options import (
+    AllowLonger,
+    Force,
+    Json,
+    ModelName,
+    QuestionAware,
+    loading,
+    read_text,
+    with_options,
+)
 from kvfold.evidence.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
@@ -40,12 +49,7 @@ def command(
     budgets: Annotated[
         str, typer.Option(help="Budgets of the table; the certificate's is searched for.")
     ] = "0.5,0.2",
-    question_aware: Annotated[
-        bool,
-        typer.Option(
-            "--question-aware", help="Compress with the question in view, not before it is known."
-        ),
-    ] = False,
+    question_aware: QuestionAware = False,
     tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of the full cache's answer that are forced.")
     ] = 64,
@@ -64,9 +68,7 @@ def command(
         Path,
         typer.Option("--out", "-o", file_okay=False, help="Folder of results; a rerun resumes."),
     ] = Path("kvfold-check"),
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a result that another request made.")
-    ] = False,
+    force: Force = False,
     allow_longer: AllowLonger = False,
     as_json: Json = False,
     *,

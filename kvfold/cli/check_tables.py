@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from kvfold.checks.page import SPANS, span_rows
 from kvfold.checks.page import verdict as verdict
 from kvfold.checks.result import CheckResult
 from kvfold.evidence.tables import table
@@ -47,18 +48,7 @@ def _nats(kl: float) -> str:
 
 def spans_table(result: CheckResult) -> Table:
     """A row per cell and span: entries kept, effect left, and recall in answers to attacks."""
-    names = ("kept", "effect left", "leaked", "leaked, full")
-    shown = table("spans", "method", "budget", "span", *names, right=("budget", *names))
-    for cell in result.cells:
-        for name, span in cell.spans.items():
-            leaked = cell.leakage.get(name)
-            shown.add_row(
-                cell.method,
-                cell.budget or "",
-                name,
-                f"{span.kept:.0%}",
-                "" if span.effect is None else f"{span.effect:.0%}",
-                "" if leaked is None else f"{leaked.recall:.2f}",
-                "" if leaked is None else f"{leaked.recall_full:.2f}",
-            )
+    shown = table("spans", *SPANS, right=("budget", *SPANS[3:]))
+    for row in span_rows(result):
+        shown.add_row(*row)
     return shown

@@ -20,11 +20,14 @@ from kvfold.cli.options import (
     CodecText,
     Compress,
     Encoding,
+    Force,
     Json,
     LevelRule,
     MethodText,
     ModelName,
+    PrefillChunk,
     SpecialTokens,
+    SystemText,
     TemplateArguments,
     checked,
     loading,
@@ -91,13 +94,8 @@ def command(
     ] = None,
     codec: CodecText = None,
     encoding: Encoding = "utf-8",
-    prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the document read per forward.")
-    ] = None,
-    compress: Annotated[
-        Compress,
-        typer.Option(help="Compress at the document's end, or per_chunk, which bounds memory."),
-    ] = "at_end",
+    prefill_chunk: PrefillChunk = None,
+    compress: Compress = "at_end",
     seed: Annotated[int, typer.Option(help="Seed of random methods.")] = 0,
     ray: Annotated[
         str | None,
@@ -105,12 +103,8 @@ def command(
     ] = None,
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace context files that another request made.")
-    ] = False,
-    system: Annotated[
-        str | None, typer.Option(help="A system message before the document.")
-    ] = None,
+    force: Force = False,
+    system: SystemText = None,
     template: TemplateArguments = None,
     as_json: Json = False,
     *,

@@ -68,13 +68,7 @@ def compress_to_budgets(
             text,
             options.method,
             list(budgets.values()),
-            prefill_chunk=options.prefill_chunk,
-            seed=options.seed,
-            special_tokens=options.special_tokens,
-            allow_longer=options.allow_longer,
-            keep_scores=options.keep_scores,
-            system=options.system,
-            template=options.template,
+            **options.reading,
         )
         for file, context in zip(paths_of(path, list(budgets)), contexts, strict=True):
             context.save(file, codec=options.codec)

@@ -18,7 +18,15 @@ from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import counted
-from kvfold.cli.options import Json, ModelOption, ModelPlace, loading, model_of, with_options
+from kvfold.cli.options import (
+    Json,
+    ModelOption,
+    ModelPlace,
+    QuestionAware,
+    loading,
+    model_of,
+    with_options,
+)
 from kvfold.errors import KvfoldError
 from kvfold.evidence.tables import table
 from kvfold.loading import Loading, load
@@ -59,12 +67,7 @@ def command(
         ),
     ] = None,
     named: ModelOption = None,
-    question_aware: Annotated[
-        bool,
-        typer.Option(
-            "--question-aware", help="Compress with the question in view, not before it is known."
-        ),
-    ] = False,
+    question_aware: QuestionAware = False,
     conversation: Annotated[
         bool, typer.Option("--conversation", help="SCBench's queries as turns of a conversation.")
     ] = False,

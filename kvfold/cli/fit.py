@@ -15,6 +15,7 @@ import typer
 from kvfold.cli.console import progress
 from kvfold.cli.options import (
     Encoding,
+    Force,
     Json,
     ModelName,
     checked_seed,
@@ -70,9 +71,7 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a fit that was stopped.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a fit that another request made.")
-    ] = False,
+    force: Force = False,
     seed: Annotated[
         int, typer.Option(help="Of passages and projections.", callback=checked_seed)
     ] = 0,

@@ -20,10 +20,12 @@ from kvfold.cli.options import (
     Encoding,
     ModelOption,
     ModelPlace,
+    TextFile,
+    TextOption,
     checked,
     loading,
     model_of,
-    read_text,
+    text_of,
     with_options,
 )
 from kvfold.errors import KvfoldError
@@ -53,10 +55,8 @@ def command(
         str, typer.Option(help="Methods to compare, separated by commas.")
     ] = "snapkv,pyramidkv,kvzip,d2o",
     budget: Annotated[str, typer.Option(help=BUDGET_HELP)] = "0.2",
-    prompt: Annotated[str | None, typer.Option(help="The text to read.")] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="A text file to read; - is standard input.")
-    ] = None,
+    prompt: TextOption = None,
+    file: TextFile = None,
     encoding: Encoding = "utf-8",
     out: Annotated[
         Path | None,
@@ -76,7 +76,7 @@ def command(
     loading: Loading,
 ) -> None:
     """Inspect a model: attention heatmaps, variance, lazy layers, tokens kept by each method."""
-    model, text = model_of(place, named), _text(prompt, file, encoding)
+    model, text = model_of(place, named), text_of(prompt, file, encoding)
     screen = console()
     with screen.status("importing torch and transformers"):
         import kvfold
@@ -106,17 +106,6 @@ def command(
     _write(folder, title, document, layers, retentions)
     screen.print(Text(f"Open {(folder / PAGE).resolve()}", overflow="fold"))
     screen.print(Text(f"Pictures beside it: {', '.join(PICTURES)}", overflow="fold"))
-
-
-def _text(prompt: str | None, file: Path | None, encoding: str) -> str | None:
-    """The given text, or None to generate one; raises KvfoldError for two or an empty one."""
-    if prompt is not None and file is not None:
-        raise KvfoldError("give the text as --prompt TEXT or as --file PATH, not both")
-    if file is not None:
-        return read_text(file, encoding)
-    if prompt is not None and not prompt.strip():
-        raise KvfoldError("the prompt is empty")
-    return prompt
 
 
 def names(text: str) -> list[str]:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Python's words for what JSON spells otherwise.
 PYTHON = {"True": "true", "False": "false", "None": "null"}
-ABOUT_MODEL, ABOUT_SAMPLING = "How the model is loaded", "How tokens are chosen"
 
 ModelName = Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')]
 # Of commands that have a usual model: MODEL comes first, or is named.
@@ -61,58 +60,56 @@ TemplateArguments = Annotated[
         help="Argument of the chat template: enable_thinking=false, or JSON; may be repeated.",
     ),
 ]
+QuestionAware = Annotated[
+    bool,
+    typer.Option(
+        "--question-aware", help="Compress with the question in view, not before it is known."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace what another request made.")]
+TextOption = Annotated[str | None, typer.Option("--prompt", help="The text.")]
+TextFile = Annotated[Path | None, typer.Option("--file", help="A text file; - is standard input.")]
+PrefillChunk = Annotated[int | None, typer.Option(min=1, help="Tokens of the text per forward.")]
+SystemText = Annotated[str | None, typer.Option(help="A system message before the text.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 # Same as kvfold.generate's `Compress` and the rules of the method `level`; importing these would
 # import torch before `--help`.
-Compress = Literal["at_end", "per_chunk"]
+Compress = Annotated[
+    Literal["at_end", "per_chunk"],
+    typer.Option(help="Compress at the text's end, or per_chunk, which bounds memory."),
+]
 LevelRule = Literal["mass", "votes", "union"]
+
+
+def _of(panel: str) -> Any:
+    """`typer.Option` in a panel of the help."""
+    return functools.partial(typer.Option, rich_help_panel=panel)
+
+
+_of_model, _of_sampling = _of("How the model is loaded"), _of("How tokens are chosen")
+_DTYPES = "Of the weights; auto: as in the checkpoint."
+_TRUST = "Run model code that comes with the checkpoint."
 
 
 def loading(
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(
-            help="Of the weights; auto: as in the checkpoint.", rich_help_panel=ABOUT_MODEL
-        ),
+        Literal["auto", "float32", "bfloat16", "float16"], _of_model(help=_DTYPES)
     ] = "auto",
     device: Annotated[
-        str | None,
-        typer.Option(
-            help='"cpu", "cuda:1".', show_default="a GPU if any", rich_help_panel=ABOUT_MODEL
-        ),
+        str | None, _of_model(help='"cpu", "cuda:1".', show_default="a GPU if any")
     ] = None,
     device_map: Annotated[
-        str | None,
-        typer.Option(
-            help='"auto": over all devices; needs accelerate.', rich_help_panel=ABOUT_MODEL
-        ),
+        str | None, _of_model(help='"auto": over all devices; needs accelerate.')
     ] = None,
     attn_implementation: Annotated[
-        str | None,
-        typer.Option(
-            help='"sdpa", "eager".', show_default="the model's own", rich_help_panel=ABOUT_MODEL
-        ),
+        str | None, _of_model(help='"sdpa", "eager".', show_default="the model's own")
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=ABOUT_MODEL),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            help="Run model code that comes with the checkpoint.",
-            rich_help_panel=ABOUT_MODEL,
-        ),
-    ] = False,
+    revision: Annotated[str | None, _of_model(help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[bool, _of_model("--trust-remote-code", help=_TRUST)] = False,
     gguf_file: Annotated[
-        str | None,
-        typer.Option(help="A GGUF file in the folder or repository.", rich_help_panel=ABOUT_MODEL),
+        str | None, _of_model(help="A GGUF file in the folder or repository.")
     ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(help="A PEFT adapter: folder or hub id.", rich_help_panel=ABOUT_MODEL),
-    ] = None,
+    adapter: Annotated[str | None, _of_model(help="A PEFT adapter: folder or hub id.")] = None,
 ) -> Loading:
     """Loading options of a command's model."""
     return Loading(
@@ -150,33 +147,24 @@ class SamplingOptions:
 
 def sampling(
     temperature: Annotated[
-        float,
-        typer.Option(
-            min=0, max=100, help="0: greedy; above: sampling.",
-            rich_help_panel=ABOUT_SAMPLING,
-        ),
+        float, _of_sampling(min=0, max=100, help="0: greedy; above: sampling.")
     ] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(
+        _of_sampling(
             min=0, max=1, help="Sample among the likeliest of this total probability.",
-            show_default="the model's", rich_help_panel=ABOUT_SAMPLING,
+            show_default="the model's",
         ),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
+        _of_sampling(
             min=0, help="Sample among this many of the likeliest tokens; 0: all.",
-            show_default="the model's", rich_help_panel=ABOUT_SAMPLING,
+            show_default="the model's",
         ),
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option(
-            help="Seed of sampling and random methods.",
-            rich_help_panel=ABOUT_SAMPLING,
-            callback=checked_seed,
-        ),
+        int, _of_sampling(help="Seed of sampling and random methods.", callback=checked_seed)
     ] = 0,
 ) -> SamplingOptions:  # fmt: skip
     """Sampling options of a command's answer; raises KvfoldError for those without effect."""
@@ -309,6 +297,15 @@ def read_text(path: Path, encoding: str | None = None) -> str:
     if not text.strip():
         raise KvfoldError(f"{name} is empty")
     return text
+
+
+def text_of(prompt: str | None, file: Path | None, encoding: str) -> str | None:
+    """The text of `--prompt` or `--file`; None for none. KvfoldError for both, and an empty one."""
+    if prompt is not None and file is not None:
+        raise KvfoldError("give the text as --prompt TEXT or as --file PATH, not both")
+    if prompt is not None and not prompt.strip():
+        raise KvfoldError("the prompt is empty")
+    return prompt if file is None else read_text(file, encoding)
 
 
 def _check_document(path: Path) -> None:

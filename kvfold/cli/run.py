@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,14 +21,18 @@ from kvfold.cli.options import (
     MaxNewTokens,
     MethodText,
     ModelName,
+    PrefillChunk,
     SamplingOptions,
     SpecialTokens,
+    SystemText,
     TemplateArguments,
+    TextFile,
+    TextOption,
     checked,
     loading,
-    read_text,
     sampling,
     template_arguments,
+    text_of,
     with_options,
 )
 from kvfold.errors import KvfoldError
@@ -50,12 +53,10 @@ def command(
     model: ModelName,
     method: MethodText = "snapkv",
     budget: BudgetText = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="A text file with the prompt; - is standard input.")
-    ] = None,
+    prompt: TextOption = None,
+    file: TextFile = None,
     encoding: Encoding = "utf-8",
-    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    system: SystemText = None,
     chat: Annotated[
         bool | None,
         typer.Option(help="Put the prompt into the chat template.", show_default="if there is one"),
@@ -68,13 +69,8 @@ def command(
     max_cache_tokens: Annotated[
         int | None, typer.Option(min=2, help="Most entries per layer and KV head while answering.")
     ] = None,
-    prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the prompt read per forward.")
-    ] = None,
-    compress: Annotated[
-        Compress,
-        typer.Option(help="Compress at the prompt's end, or per_chunk, which bounds memory."),
-    ] = "at_end",
+    prefill_chunk: PrefillChunk = None,
+    compress: Compress = "at_end",
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,
     template: TemplateArguments = None,
@@ -87,7 +83,9 @@ def command(
 
     The answer is streamed; Ctrl-C ends it.
     """
-    text, arguments = _text(prompt, file, encoding), template_arguments(template)
+    text, arguments = text_of(prompt, file, encoding), template_arguments(template)
+    if text is None:
+        raise KvfoldError("give the prompt as --prompt TEXT or as --file PATH")
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         import kvfold
@@ -206,14 +204,3 @@ def costs(stats: Stats, clock: TokenTimer) -> Table:
     if stats.forced_over_budget:
         shown.caption += f"; {OVER_BUDGET}"
     return shown
-
-
-def _text(prompt: str | None, file: Path | None, encoding: str) -> str:
-    if (prompt is None) == (file is None):
-        raise KvfoldError("give the prompt as --prompt TEXT or as --file PATH")
-    if file is not None:
-        return read_text(file, encoding)
-    assert prompt is not None
-    if not prompt.strip():
-        raise KvfoldError("the prompt is empty")
-    return prompt

@@ -25,7 +25,7 @@ from kvfold.cli.options import (
 )
 from kvfold.errors import KvfoldError
 from kvfold.evidence.tables import size
-from kvfold.loading import Loading, load
+from kvfold.loading import Loading, load, shown_name
 from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def command(
         codec_of(codec)
     bound = listening(host, port)
     network, tokenizer = load(model, loading)
-    name = Path(model).name if Path(model).is_dir() else model
+    name = shown_name(model)
     answering = Engine(name, network, tokenizer, settings)
     _adopt(answering)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")

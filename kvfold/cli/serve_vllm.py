@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import KvfoldError
-from kvfold.loading import check_reachable
+from kvfold.loading import check_reachable, shown_name
 from kvfold.serve.vllm.versions import check_installed
 from kvfold.terminal import console, errors
 
@@ -99,7 +99,7 @@ def serve(
                 f"{about['id']} loses {about['lost']:.1%} of its entries: heads need equal counts"
             )
             errors().print(lost)
-    name = Path(model).name if Path(model).is_dir() else model
+    name = shown_name(model)
     engine = VllmOptions(place, name, dtype, folder, api_key, words, held)
     address = bound.getsockname()
     out.print(

@@ -83,11 +83,15 @@ class InspectedText:
 
 def needles_in(pieces: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     """(start, stop, text) of each needle in the tokens with these `pieces`; `stop` is exclusive."""
-    ends = list(itertools.accumulate(map(len, pieces), initial=0))
     for match in NEEDLE.finditer("".join(pieces)):
-        tokens = range(len(pieces))
-        inside = [t for t in tokens if ends[t] < match.end() and ends[t + 1] > match.start()]
-        yield inside[0], inside[-1] + 1, match[0]
+        yield *tokens_within(pieces, *match.span()), match[0]
+
+
+def tokens_within(pieces: Sequence[str], begin: int, end: int) -> tuple[int, int]:
+    """Range of the tokens with these `pieces` that hold characters `begin` to `end`."""
+    ends = list(itertools.accumulate(map(len, pieces), initial=0))
+    inside = [t for t in range(len(pieces)) if ends[t] < end and ends[t + 1] > begin]
+    return inside[0], inside[-1] + 1
 
 
 def text_of_tokens(

@@ -67,18 +67,18 @@ class CompressOptions:
             Content(text),
             self.method,
             self.budget,
-            prefill_chunk=self.prefill_chunk,
             compress=self.compress,
-            seed=self.seed,
-            special_tokens=self.special_tokens,
-            allow_longer=self.allow_longer,
-            keep_scores=self.keep_scores,
-            system=self.system,
-            template=self.template,
+            **self.reading,
         )
         if self.level is None:
             return made
         return made.levelled(self.level, prefill_chunk=self.prefill_chunk)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Options of `compress` and of `compress_each`."""
+        names = "prefill_chunk seed special_tokens allow_longer keep_scores system template"
+        return {name: getattr(self, name) for name in names.split()}
 
     @property
     def file_method(self) -> Method:
