@@ -141,6 +141,21 @@ class NoData(KvfoldError):
 Metric = Callable[[str, Question], MetricScore]
 
 
+def by_answers(metric: Callable[[str, Sequence[str]], MetricScore]) -> Metric:
+    """A metric of a prediction and all right answers."""
+    return lambda prediction, question: metric(prediction, question.answers)
+
+
+def by_answer(metric: Callable[[str, str], MetricScore]) -> Metric:
+    """A metric of a prediction and the first right answer."""
+    return lambda prediction, question: metric(prediction, question.answers[0])
+
+
+def by_note(name: str, metric: Callable[[str, Any], MetricScore]) -> Metric:
+    """A metric of a prediction and what a question's metadata has under `name`."""
+    return lambda prediction, question: metric(prediction, question.metadata[name])
+
+
 @dataclass(frozen=True)
 class Task:
     """A benchmark's task: the source of its samples and its metrics.

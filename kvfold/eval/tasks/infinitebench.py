@@ -10,16 +10,14 @@ even a question-agnostic compression has seen it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.infinitebench import METRICS
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import Question, Task, TaskSample, by_note
 from kvfold.eval.tasks.infinitebench_prompts import PROMPTS
 
 QUESTION_FIRST = frozenset({"math_find", "code_run"})
@@ -106,16 +104,6 @@ def _convert(task: str, row: _InfiniteBenchRow) -> TaskSample:
     )
 
 
-def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
-    hub = "xinrongzhang2022/InfiniteBench"
-    convert = partial(_convert, task)
-    return source.samples(request, _InfiniteBenchRow, convert, file=task, hub=hub, subset=task)
-
-
-def _score(task: str, prediction: str, question: Question) -> MetricScore:
-    return METRICS[task][1](prediction, question.metadata["label"])
-
-
 TASKS = tuple(
     Task(
         f"infinitebench_{task}",
@@ -123,8 +111,10 @@ TASKS = tuple(
         "OpenBMB/InfiniteBench, arXiv 2402.13718",
         "infinitebench",
         prompt.group,
-        partial(_samples, task),
-        {METRICS[task][0]: partial(_score, task)},
+        source.rows_of(
+            _InfiniteBenchRow, partial(_convert, task), task, "xinrongzhang2022/InfiniteBench", task
+        ),
+        {METRICS[task][0]: by_note("label", METRICS[task][1])},
         truncation="middle",
     )
     for task, prompt in PROMPTS.items()

@@ -15,10 +15,16 @@ from functools import partial
 
 from pydantic import Field
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_part
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import (
+    Question,
+    SampleRequest,
+    Task,
+    TaskSample,
+    UnreadableSample,
+    by_answers,
+)
 from kvfold.eval.tasks.generated import fitted, identifier
 
 # A UUID takes at most 36 tokens, one per character.
@@ -86,12 +92,8 @@ def _many(name: str, conversation: bool, request: SampleRequest) -> Iterator[Tas
     return fitted(request, name, build, LEAST_PAIRS)
 
 
-def _score(prediction: str, asked: Question) -> MetricScore:
-    return string_match_part(prediction, asked.answers)
-
-
 _SOURCE = "nelson-liu/lost-in-the-middle, arXiv 2307.03172"
-_METRICS = {"substring": _score}
+_METRICS = {"substring": by_answers(string_match_part)}
 
 TASKS = (
     Task(

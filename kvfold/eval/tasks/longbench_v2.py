@@ -9,16 +9,14 @@ greedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.choice import accuracy
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import Question, Task, TaskSample, by_answer
 
 MAX_NEW_TOKENS = 128
 
@@ -53,15 +51,6 @@ def _convert(row: _LongBenchV2Row) -> TaskSample:
     )
 
 
-def _samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
-    hub = "THUDM/LongBench-v2"
-    return source.samples(request, _LongBenchV2Row, _convert, file="longbench_v2", hub=hub)
-
-
-def _accuracy(compensated: bool, prediction: str, question: Question) -> MetricScore:
-    return accuracy(prediction, question.answers[0], compensated=compensated)
-
-
 TASKS = (
     Task(
         "longbench_v2",
@@ -69,8 +58,11 @@ TASKS = (
         "THUDM/LongBench, arXiv 2412.15204",
         "longbench_v2",
         "multiple choice",
-        _samples,
-        {"accuracy": partial(_accuracy, False), "compensated_accuracy": partial(_accuracy, True)},
+        source.rows_of(_LongBenchV2Row, _convert, "longbench_v2", "THUDM/LongBench-v2"),
+        {
+            "accuracy": by_answer(accuracy),
+            "compensated_accuracy": by_answer(partial(accuracy, compensated=True)),
+        },
         truncation="middle",
     ),
 )

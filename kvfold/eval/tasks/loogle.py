@@ -9,23 +9,14 @@ a Python literal, which is parsed, never evaluated.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import loogle as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import (
-    Metric,
-    Question,
-    SampleRequest,
-    Task,
-    TaskSample,
-    UnreadableSample,
-)
+from kvfold.eval.tasks.base import Metric, Question, Task, TaskSample, by_answer, by_note
 
 _QA = ("Please answer the question based on the long texts below. \n", "\nQuestion: {Q}\nAnswer: ")
 _CLOZE = (
@@ -90,34 +81,16 @@ def _convert(task: str, row: _LooGLERow) -> TaskSample:
     return TaskSample(name, 0, before + row.input, tuple(questions), metadata=metadata)
 
 
-def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
-    convert = partial(_convert, task)
-    hub = "bigainlco/LooGLE"
-    return source.samples(request, _LooGLERow, convert, file=task, hub=hub, subset=task)
-
-
-def _rouge(kind: str, prediction: str, question: Question) -> MetricScore:
-    return metrics.rouge_recall(prediction, question.answers[0], kind)
-
-
-def _bleu(order: int, prediction: str, question: Question) -> MetricScore:
-    return metrics.bleu(prediction, question.answers[0], order)
-
-
-def _cloze(partial_match: bool, prediction: str, question: Question) -> MetricScore:
-    return metrics.cloze(prediction, question.metadata["answer"], partial=partial_match)
-
-
 _TEXT: dict[str, Metric] = {
-    "rouge_l_recall": partial(_rouge, "rouge-l"),
-    "rouge_1_recall": partial(_rouge, "rouge-1"),
-    "rouge_2_recall": partial(_rouge, "rouge-2"),
-    "bleu_1": partial(_bleu, 1),
-    "bleu_4": partial(_bleu, 4),
+    "rouge_l_recall": by_answer(partial(metrics.rouge_recall, kind="rouge-l")),
+    "rouge_1_recall": by_answer(partial(metrics.rouge_recall, kind="rouge-1")),
+    "rouge_2_recall": by_answer(partial(metrics.rouge_recall, kind="rouge-2")),
+    "bleu_1": by_answer(partial(metrics.bleu, order=1)),
+    "bleu_4": by_answer(partial(metrics.bleu, order=4)),
 }
 _MASKS: dict[str, Metric] = {
-    "exact_match": partial(_cloze, False),
-    "partial_match": partial(_cloze, True),
+    "exact_match": by_note("answer", metrics.cloze),
+    "partial_match": by_note("answer", partial(metrics.cloze, partial=True)),
 }
 _SUMMARIES = {
     "shortdep_qa": "questions whose evidence is in one place",
@@ -133,7 +106,7 @@ TASKS = tuple(
         "bigai-nlco/LooGLE, arXiv 2311.04939",
         "loogle",
         "summarisation" if "summar" in task else "question answering",
-        partial(_samples, task),
+        source.rows_of(_LooGLERow, partial(_convert, task), task, "bigainlco/LooGLE", task),
         _MASKS if task == "shortdep_cloze" else _TEXT,
         truncation="middle",
     )

@@ -17,10 +17,16 @@ from functools import partial
 from pydantic import Field
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import maths as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import (
+    Question,
+    SampleRequest,
+    Task,
+    TaskSample,
+    UnreadableSample,
+    by_answer,
+)
 
 SHOTS = 5
 MAX_NEW_TOKENS = {"gsm8k": 512, "math500": 2048}
@@ -83,23 +89,6 @@ def _math500_row(row: _Math500Row) -> TaskSample:
     return TaskSample("math500", 0, "", (question,), metadata=metadata)
 
 
-def _math500(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
-    hub = "HuggingFaceH4/MATH-500"
-    return source.samples(request, _Math500Row, _math500_row, file="math500", hub=hub)
-
-
-def _flexible(prediction: str, question: Question) -> MetricScore:
-    return metrics.gsm8k_flexible(prediction, question.answers[0])
-
-
-def _strict(prediction: str, question: Question) -> MetricScore:
-    return metrics.gsm8k_strict(prediction, question.answers[0])
-
-
-def _equivalent(prediction: str, question: Question) -> MetricScore:
-    return metrics.equivalent(prediction, question.answers[0])
-
-
 TASKS = (
     Task(
         "gsm8k",
@@ -108,7 +97,10 @@ TASKS = (
         "gsm8k",
         "maths",
         _gsm8k,
-        {"last_number": _flexible, "strict_match": _strict},
+        {
+            "last_number": by_answer(metrics.gsm8k_flexible),
+            "strict_match": by_answer(metrics.gsm8k_strict),
+        },
         phase="decode",
     ),
     Task(
@@ -117,8 +109,8 @@ TASKS = (
         "openai/prm800k, arXiv 2103.03874",
         "math500",
         "maths",
-        _math500,
-        {"math_verify": _equivalent},
+        source.rows_of(_Math500Row, _math500_row, "math500", "HuggingFaceH4/MATH-500"),
+        {"math_verify": by_answer(metrics.equivalent)},
         phase="decode",
     ),
 )

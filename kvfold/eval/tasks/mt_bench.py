@@ -8,12 +8,10 @@ benchmark's judge is a model behind an API.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import Question, Task, TaskSample
 
 MAX_NEW_TOKENS = 1024
 # The benchmark's sampling temperatures by category; 0 for others. Recorded, not applied.
@@ -36,10 +34,6 @@ def _convert(row: _MTBenchRow) -> TaskSample:
     return TaskSample("mt_bench", 0, "", questions, conversation=True, metadata=metadata)
 
 
-def _samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
-    return source.samples(request, _MTBenchRow, _convert, file="question")
-
-
 TASKS = (
     Task(
         "mt_bench",
@@ -47,7 +41,7 @@ TASKS = (
         "lm-sys/FastChat, arXiv 2306.05685",
         "mt_bench",
         "multi-turn",
-        _samples,
+        source.rows_of(_MTBenchRow, _convert, "question"),
         phase="decode",
     ),
 )

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import needle as metric
 from kvfold.eval.tasks import ruler_wording
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, by_answers, by_note
 from kvfold.eval.tasks.generated import fitted, number
 from kvfold.eval.tasks.haystack import Haystack
 from kvfold.eval.tasks.ruler_niah import split
@@ -88,18 +87,6 @@ def generate(name: str, draw: Draw, request: SampleRequest) -> Iterator[TaskSamp
     return fitted(request, name, build, LEAST_WORDS)
 
 
-def _keywords(prediction: str, question: Question) -> MetricScore:
-    return metric.keywords(prediction, question.answers)
-
-
-def _rouge_1(prediction: str, question: Question) -> MetricScore:
-    return metric.rouge_1(prediction, question.metadata["needle"])
-
-
-def _rouge_l(prediction: str, question: Question) -> MetricScore:
-    return metric.rouge_l(prediction, question.metadata["needle"])
-
-
 def task(name: str, summary: str, draw: Draw) -> Task:
     """The task of hiding the needles that `draw` returns, one per sample."""
     return Task(
@@ -109,7 +96,11 @@ def task(name: str, summary: str, draw: Draw) -> Task:
         "niah",
         "single needle",
         partial(generate, name, draw),
-        {"keywords": _keywords, "rouge_1": _rouge_1, "rouge_l": _rouge_l},
+        {
+            "keywords": by_answers(metric.keywords),
+            "rouge_1": by_note("needle", metric.rouge_1),
+            "rouge_l": by_note("needle", metric.rouge_l),
+        },
         generated=True,
     )
 

@@ -7,14 +7,12 @@ A row holds `context`, `question` and `answer` or `answers`; optionally `metric`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
 from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.named import DEFAULT, NAMED
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import Question, Task, TaskSample
 
 MAX_NEW_TOKENS = 64
 
@@ -47,10 +45,6 @@ def _convert(row: _OwnRow) -> TaskSample:
     return TaskSample("jsonl", 0, row.context, (question,), metadata={"metric": row.metric})
 
 
-def _samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
-    return source.samples(request, _OwnRow, _convert, file="jsonl")
-
-
 def _score(prediction: str, question: Question) -> MetricScore:
     return NAMED[question.metadata["metric"]](prediction, question.answers)
 
@@ -62,7 +56,7 @@ TASKS = (
         "a file of yours",
         "jsonl",
         "own data",
-        _samples,
+        source.rows_of(_OwnRow, _convert, "jsonl"),
         {"score": _score},
     ),
 )

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_part
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, by_answers
 from kvfold.eval.tasks.generated import fitted, number
 from kvfold.eval.tasks.haystack import Haystack
 from kvfold.eval.tasks.profile_fields import FIELDS
@@ -85,10 +84,6 @@ def _generate(
     return fitted(request, name, build, LEAST_WORDS)
 
 
-def _score(prediction: str, asked: Question) -> MetricScore:
-    return string_match_part(prediction, asked.answers)
-
-
 def _task(name: str, summary: str, group: str, wording: ProfileWording, conversation: bool) -> Task:
     return Task(
         name,
@@ -97,7 +92,7 @@ def _task(name: str, summary: str, group: str, wording: ProfileWording, conversa
         "profile",
         group,
         partial(_generate, name, wording, conversation),
-        {"substring": _score},
+        {"substring": by_answers(string_match_part)},
         generated=True,
     )
 

@@ -12,10 +12,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import (
+    Question,
+    SampleRequest,
+    Task,
+    TaskSample,
+    UnreadableSample,
+    by_answers,
+)
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # First words of a prompt's question, and of its answer's prefix.
@@ -50,9 +56,6 @@ def task(
 
     metric = string_match_part if family == "qa" else string_match_all
 
-    def score(prediction: str, question: Question) -> MetricScore:
-        return metric(prediction, question.answers)
-
     return Task(
         f"ruler_{name}",
         summary,
@@ -60,7 +63,7 @@ def task(
         "ruler",
         group,
         samples,
-        {metric.__name__: score},
+        {metric.__name__: by_answers(metric)},
         generated=generated,
         rows=name if generated else "",
     )

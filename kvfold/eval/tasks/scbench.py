@@ -16,10 +16,16 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.scbench import METRICS
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import (
+    Question,
+    SampleRequest,
+    Task,
+    TaskSample,
+    UnreadableSample,
+    by_note,
+)
 from kvfold.eval.tasks.infinitebench_prompts import PromptTemplate
 
 _KEY = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -132,10 +138,6 @@ def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | Unreada
     return source.samples(request, _SCBenchRow, convert, file=name, hub=hub, subset=name)
 
 
-def _score(task: str, prediction: str, question: Question) -> MetricScore:
-    return METRICS[task][1](prediction, question.metadata["label"])
-
-
 TASKS = tuple(
     Task(
         f"scbench_{task}",
@@ -144,7 +146,7 @@ TASKS = tuple(
         "scbench",
         prompt.group,
         partial(_samples, task),
-        {METRICS[task][0]: partial(_score, task)},
+        {METRICS[task][0]: by_note("label", METRICS[task][1])},
         truncation="middle",
     )
     for task, prompt in PROMPTS.items()

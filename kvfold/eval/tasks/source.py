@@ -68,6 +68,17 @@ def samples(
             yield UnreadableSample(where, f"its values cannot be read: {error!r:.200}")
 
 
+def rows_of(
+    schema: type[AnyRow],
+    convert: Callable[[AnyRow], TaskSample],
+    file: str,
+    hub: str | None = None,
+    subset: str | None = None,
+) -> Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]:
+    """A task's samples of rows, as `samples` reads them for a request."""
+    return lambda request: samples(request, schema, convert, file=file, hub=hub, subset=subset)
+
+
 def labels(answer: Any, kind: str, field: str = "answer") -> list[Any]:
     """The values of a label: those of a list, or the single one.
 

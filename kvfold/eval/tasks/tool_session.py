@@ -7,9 +7,8 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_part
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, by_answers
 from kvfold.eval.tasks.generated import fitted, number
 
 TURNS = 40
@@ -91,10 +90,6 @@ def _generate(request: SampleRequest) -> Iterator[TaskSample]:
     return fitted(request, "tool_session", build, LEAST_LINES)
 
 
-def _score(prediction: str, asked: Question) -> MetricScore:
-    return string_match_part(prediction, asked.answers)
-
-
 TASKS = (
     Task(
         "tool_session",
@@ -103,7 +98,7 @@ TASKS = (
         "tool_session",
         "multi-turn",
         _generate,
-        {"substring": _score},
+        {"substring": by_answers(string_match_part)},
         phase="decode",  # tools' outputs are turns: a context alone would hold none of them
         generated=True,
     ),
