@@ -29,6 +29,7 @@ FLOORS = (
     ("measure",),
     ("jobs",),
     ("eval", "inspect", "report", "bench", "serve", "checks", "fitted.fitting"),
+    ("fit",),
     ("cli",),
     ("__main__",),
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 
 import pytest
 
@@ -64,3 +65,9 @@ def test_single_spaces_give_the_passages_that_a_split_at_spaces_gives():
     text, draw = " ".join(f"word{number}" for number in range(400)), random.Random(5)
     at = draw.randrange(400 - 50 + 1)
     assert drawn([text], 1, 50, seed=5) == [" ".join(text.split(" ")[at : at + 50])]
+
+
+def test_the_old_address_warns_of_the_new_one():
+    with pytest.warns(DeprecationWarning, match=r"is kvfold.fitted.fitting.passages now"):
+        old = import_module("kvfold.fit.passages")
+    assert old.drawn is drawn

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The old address of `kvfold.fitted.fitting`, until 0.2."""
