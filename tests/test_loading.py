@@ -104,6 +104,7 @@ def test_a_gguf_file_s_model_is_compressed_as_the_one_it_was_written_from(model,
     assert answers[0] == answers[1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [("--device", "cpu"), ("--device-map", "cpu")])
 def test_commands_read_gguf_files(folder, tmp_path, place):

@@ -88,6 +88,7 @@ def columns(cache):
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])  # gpt_oss: eager, always with a mask
@@ -151,6 +152,7 @@ def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting,
     assert run() == kept
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["h2o:recent=0.9", "d2o:recent=0.9", "streaming_llm_original"])

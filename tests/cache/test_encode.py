@@ -563,6 +563,7 @@ ROWS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(2)
 @ROWS
 @pytest.mark.parametrize("spec", [s for s in METHODS if s.startswith(("adakv", "kvzip"))])
 def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows):
@@ -670,6 +671,7 @@ ENDING = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("spec", "budget"), ENDING, ids=str)
 @pytest.mark.parametrize("steps", [3, 40])
 def test_padding_of_rows_that_ended_is_not_encoded(model, spec, budget, steps):

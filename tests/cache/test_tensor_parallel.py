@@ -322,7 +322,7 @@ def assert_same_file(one: Path, other: Path) -> None:
             assert torch.equal(theirs[name], tensor), name
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_write_the_file_of_one_process(
     case: str, folder: Path, alone: tuple[Any, Any], tmp_path: Path
@@ -355,7 +355,7 @@ def test_ranks_observe_what_one_process_does(
     assert together == kept_by(*alone, OWN[number])
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("writing", WRITING)
 def test_ranks_evict_while_writing_as_one_process_does(
     writing: str, folder: Path, reports: list[dict[str, Any]], alone: tuple[Any, Any]

@@ -81,6 +81,7 @@ def test_everything_is_hashed_and_survives_json(bundled, tmp_path: Path) -> None
     assert check(bundled, texts(2), "kivi:bits=8", tokens=5).run != first.run
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("question_aware", [False, True])
 def test_system_texts_are_attacked(question_aware: bool, bundled) -> None:
@@ -144,8 +145,7 @@ def test_a_model_without_template_reads_plain_prompts() -> None:
     assert json.loads(found.model_dump_json())["prompts"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.cases(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_5"])
 def test_other_layers_read_prompts_of_different_lengths(family: str) -> None:
     pair = build(family, vocab_size=12), word_tokenizer()
@@ -198,6 +198,7 @@ def rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "settings",
     [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}],

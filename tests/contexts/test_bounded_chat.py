@@ -121,6 +121,7 @@ def test_a_chat_within_a_budget_keeps_the_document_and_so_many_entries(model, to
     assert same(before, held(context)) and context.ask(QUESTION, max_new_tokens=8) == alone
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "gemma3n"])
 def test_a_budget_that_is_never_reached_changes_no_answer(tokenizer, family):
@@ -240,6 +241,7 @@ def test_turns_can_be_dropped_until_they_are_compressed(model, tokenizer):
     assert chat.turns == 9 and torch.equal(chat.ids, ids)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_error_leaves_the_chat_as_it_was(tokenizer, family):

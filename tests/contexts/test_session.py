@@ -79,6 +79,7 @@ def test_each_token_is_read_once(model, new):
     assert session.record.compactions > 1 and session.record.turns == 12
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("method", ["knorm", "snapkv:window=4", "h2o", "adakv:window=4"])
 def test_entries_stay_within_budget_and_slack(new, method):
     session = new(method, 60)

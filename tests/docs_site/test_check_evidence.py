@@ -98,6 +98,7 @@ def test_written_records_are_read_again(bench, tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
 
 
+@pytest.mark.whole
 def test_the_published_page_is_that_of_the_records(bench):
     assert (bench.OUT / bench.PAGE).read_text(encoding="utf-8") == bench.text(*bench.load())
 

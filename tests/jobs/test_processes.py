@@ -134,8 +134,7 @@ def test_results_come_one_by_one_and_only_what_is_left_of_a_job_is_given_up(fold
     assert found == ["a", "b", "c", "d", "e", ("!f", "ValueError: !"), "g"]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("jobs_of", [1, 3])
 def test_a_model_that_no_worker_can_load_is_refused_once(tmp_path, jobs_of):
     running = processes(WorkerSpec(str(tmp_path / "none"), echo, gave_up), 2)(["a"] * jobs_of)

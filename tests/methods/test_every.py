@@ -563,8 +563,7 @@ def test_a_saved_answer_goes_on_as_it_would_have(spec, interval, generated, tmp_
 # --- bytes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.cases(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("spec", [SNAPKV, H2O, "adakv:window=8"])
 def test_bytes_stay_flat_over_a_long_answer(spec):
     model = build("llama", max_position_embeddings=2048)

@@ -201,6 +201,7 @@ def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows)
     assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.slow
 @EVERY
 def test_two_caches_on_one_model_never_meet(model, spec):
@@ -213,6 +214,7 @@ def test_two_caches_on_one_model_never_meet(model, spec):
             assert torch.equal(reader(ids[step]), expected[step])
 
 
+@pytest.mark.cases(12)
 @pytest.mark.slow
 @EVERY
 def test_the_order_of_samples_changes_nothing(model, spec):
@@ -464,6 +466,7 @@ def test_with_budget_to_spare_every_method_is_the_stock_cache(spec, budget, leng
     assert_as_stock("llama", spec, budget, lengths, torch.float32)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("spec", SPARING)

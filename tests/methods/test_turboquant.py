@@ -163,6 +163,7 @@ def test_rounds_keep_what_they_keep_without_it_where_entries_are_alike(spec, len
         assert len(set(one) & set(other)) >= 0.6 * len(one)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "knorm"])
 def test_a_row_that_ended_is_not_encoded_in_the_others_rounds(spec):

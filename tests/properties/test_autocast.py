@@ -125,8 +125,7 @@ def test_contexts_are_compressed_saved_and_edited(spec, tmp_path):
         assert used() == expected
 
 
-@pytest.mark.slow
-@pytest.mark.cases(1)
+@pytest.mark.whole
 @DTYPES
 @pytest.mark.parametrize("spec", [*WITH_TEXT, "turboquant", "kivi", "minicache", "sirllm"])
 def test_contexts_of_a_cast_model(spec, dtype, tmp_path):

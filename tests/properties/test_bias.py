@@ -259,16 +259,14 @@ def test_compiled_decoding_adds_biases(spec, lengths):
     check_compiled(build("llama", num_hidden_layers=2), spec, lengths)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
+@pytest.mark.whole
 @STORES
 @pytest.mark.parametrize("groups", GROUPS)
 def test_compiled_decoding_adds_biases_for_all_groups(groups, spec):
     check_compiled(grouped("llama", groups, num_hidden_layers=2), spec, PADDED)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
+@pytest.mark.whole
 @STORES
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3", "olmo2"])
 def test_compiled_decoding_adds_biases_in_every_family(name, spec):

@@ -88,6 +88,7 @@ def test_dtypes_come_back_bit_for_bit(tokenizer, tmp_path, dtype):
         assert_same(kvfold.load(tmp_path / "a.kvfold", model, tokenizer).cache, context.cache)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "gpt2", "deepseek_v3", "gemma3n"])
 def test_other_layers_and_other_keys_come_back(tokenizer, tmp_path, family):
@@ -173,6 +174,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(model, token
 FORGED = ("snapkv", "adakv", f"adakv + {TURBO}", KIVI, "think", "minicache")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec", FORGED)
 def test_tensors_that_do_not_fit_are_refused_or_answer_though_their_checksums_fit(
     model, tokenizer, tmp_path, spec

@@ -54,6 +54,7 @@ def test_attributes_that_are_left_out_are_refused(tokenizer, tmp_path, family):
             kvfold.load(altered, model, tokenizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "llama4"])
 @pytest.mark.parametrize("words", [1, 15, 16, 17, 40])
 def test_texts_of_any_length_come_back(tokenizer, tmp_path, family, words):

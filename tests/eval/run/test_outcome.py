@@ -70,8 +70,7 @@ def test_rows_are_counted_as_if_alone(spec: str, budget: str | None) -> None:
         assert ours.nbytes == alone.nbytes
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
+@pytest.mark.whole
 @METHODS
 def test_decode_steps_add_their_entries_to_each_row(spec: str, budget: str | None) -> None:
     together = cache_usage(filled(texts(), spec, budget, 30))

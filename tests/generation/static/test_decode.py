@@ -237,6 +237,7 @@ def test_one_graph_serves_all_caches(model, specs, lengths):
     assert graphs() == 1
 
 
+@pytest.mark.whole
 def test_looking_up_positions_makes_no_graph():
     torch._dynamo.reset()
     counters.clear()
@@ -283,6 +284,7 @@ def test_a_forward_that_torch_compiled_itself_gives_the_same():
     assert compiled.stats() == cache.stats() and len(graphs) > 1
 
 
+@pytest.mark.whole
 def test_what_is_noted_of_forwards_makes_no_graphs():
     """It changes with every token: traced, it would be compiled anew each time."""
     torch._dynamo.reset()

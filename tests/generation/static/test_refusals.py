@@ -66,6 +66,7 @@ def test_after_an_error_the_cache_holds_what_was_read(model):
     assert torch.equal(*again)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [RAGGED, ENCODED[0]])
 def test_a_cache_whose_step_broke_off_is_refused(model, spec, monkeypatch):
     cache, ids = compressed(model, spec), prompts(ALONE)[0]

@@ -147,7 +147,7 @@ def test_a_cut_or_altered_library_is_compiled_again(tmp_path, monkeypatch):
     assert len(compiled) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "kvfold").write_text("a file is in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
