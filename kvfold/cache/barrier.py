@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from kvfold.methods.base import Stages
 from kvfold.methods.observation import Observation
 from kvfold.observers.call import AttentionCall
 
@@ -17,9 +18,10 @@ ROW_BYTES = 2**24  # most bytes of attention rows that wait
 
 
 class EvictionDue(NamedTuple, Generic[Layer]):
-    """A layer above its size: its observation, and `counts`, `sizes`, `beside` as of `evict`."""
+    """A layer above its size, and its stages; `counts`, `sizes` and `beside` are as of `evict`."""
 
     layer: Layer
+    stages: Stages
     observation: Observation
     counts: Tensor
     sizes: Tensor | None

@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvfold.cache.evict import evict
 from kvfold.cache.observe import Values, draw, observation_of
-from kvfold.cache.prefill import evict
 from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
 from kvfold.kernels.gather import joined

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.cache.evict import evict
 from kvfold.cache.observe import observation_at, observation_of
-from kvfold.cache.prefill import bring_to_budget, evict
+from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.sizes import open_rows, size_of, sized_together
 from kvfold.cache.state import LayerState
 from kvfold.methods.base import Across, Measured
