@@ -11,22 +11,19 @@ import torch
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import kvfold
 from kvfold.serve.cross_origin import CrossOrigin
 from kvfold.serve.engine import Engine
-from kvfold.serve.errors import ApiError, invalid, out_of_memory
+from kvfold.serve.errors import GONE, HANDLERS, ApiError, invalid, out_of_memory
 from kvfold.serve.limits import RequestLimits
 from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.response_schemas import ErrorBody
 from kvfold.serve.routes import answers, contexts, sessions, status
-from kvfold.serve.routes.hangup import HungUp
 
-# nginx's status for a client that closed the connection; it only appears in the metrics.
-GONE = 499
 VERBS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PATCH")
 LONGEST_PATH = 100  # characters in a message
 log = logging.getLogger(__name__)
@@ -44,11 +41,9 @@ def build(engine: Engine) -> FastAPI:
         redoc_url=None,
         responses=refusal,
         exception_handlers={
-            ApiError: _refused,
+            **HANDLERS,
             RequestValidationError: _invalid,
             HTTPException: _http,
-            HungUp: _gone,
-            ClientDisconnect: _gone,
             torch.OutOfMemoryError: _out_of_memory,
         },
     )
@@ -104,11 +99,6 @@ class RequestMetrics:
             log.info("%s %s %d %.3f s", verb, route, status, took)
 
 
-async def _refused(request: Request, refused: Any) -> Response:
-    answer: Response = refused.response()
-    return answer
-
-
 async def _invalid(request: Request, problem: Any) -> Response:
     return invalid(problem.errors()).response()
 
@@ -135,10 +125,6 @@ def _paths(app: FastAPI) -> list[str]:
     return [
         f"{'/'.join(sorted(map(str.upper, verbs)))} {path}" for path, verbs in described.items()
     ]
-
-
-async def _gone(request: Request, problem: Any) -> Response:
-    return Response(status_code=GONE)
 
 
 async def _out_of_memory(request: Request, problem: Any) -> Response:

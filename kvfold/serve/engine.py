@@ -33,12 +33,11 @@ from kvfold.methods.layer_budgets import Given, layerwise
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.context_size import bytes_per_token, least_bytes
-from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
+from kvfold.serve.decoding import AnswerFinished
 from kvfold.serve.errors import ApiError, refusals
 from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.prompt_encoder import key_bytes, segments_of
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
-from kvfold.serve.sampling import SamplingParams
 from kvfold.serve.served_model import ServedModel
 from kvfold.serve.sessions import Sessions
 from kvfold.serve.settings import ServerSettings
@@ -96,21 +95,8 @@ class Engine(ServedModel):
         if isinstance(request, ChatRequest) and request.session_id is not None:
             return self.sessions.answer(request, put, cancelled)
         self.start_job(cancelled)
-        sampling = SamplingParams.of(request)
         with refusals(), self._prepared(request) as (cache, ids, cached):
-            most = self.tokens_to_generate(len(ids), request)
-            put(AnswerStarted(len(ids), cached))
-            done = generate_answer(
-                self.model,
-                self.tokenizer,
-                cache,
-                ids,
-                sampling,
-                most,
-                self.settings.prefill_chunk,
-                put,
-                cancelled,
-            )
+            done = self.generate_answer(request, cache, ids, cached, put, cancelled)
         self.check_wanted()
         return done
 
@@ -197,14 +183,7 @@ class Engine(ServedModel):
         """Token ids after the context that the request names, turn by turn, the question last."""
         if isinstance(request, ChatRequest):
             return self.prompts.turns(request.messages, context.frame, request.template)
-        prompt = request.text_or_tokens
-        if isinstance(prompt, str):
-            tokens = self.prompts.ids(self.prompts.split(self.prompts.client_text(prompt)))
-        else:
-            tokens = self.prompts.checked_ids(prompt)
-        if not tokens:
-            raise ApiError(400, "the prompt is empty", param="prompt")
-        return [tokens]
+        return [self.prompts.continuation(request.text_or_tokens)]
 
     def _longest_prefix(
         self, ids: list[int], parts: list[str]

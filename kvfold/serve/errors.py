@@ -11,11 +11,16 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.field_refusals import is_absent, refusal_of
+from kvfold.serve.field_refusals import absent_at, refusal_of
 
 log = logging.getLogger(__name__)
+
+# nginx's status for a client that closed the connection; nobody reads the answer.
+GONE = 499
 
 # Location parts that are no field: FastAPI's source of the value, pydantic's names of types.
 TYPE = re.compile(r"(body|path|query|str|int|float|constrained-.*)$|.*\[")
@@ -59,12 +64,12 @@ class ApiError(HTTPException):
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def refusals(*, code: str | None = None, param: str | None = None) -> Iterator[None]:
     """Turns kvfold's own errors in the block into a 400 with their message."""
     try:
         yield
     except KvfoldError as refused:
-        raise ApiError(400, str(refused)) from refused
+        raise ApiError(400, str(refused), code=code, param=param) from refused
 
 
 def invalid(errors: Sequence[Any]) -> ApiError:
@@ -75,7 +80,7 @@ def invalid(errors: Sequence[Any]) -> ApiError:
     """
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, refusal_of(None, errors[0]), code="invalid_json")
-    absent = [error for error in errors if is_absent(_place(error))]
+    absent = [error for error in errors if absent_at(_place(error))]
     errors = absent or errors
     param = _place(errors[0])
     alike = [error for error in errors if (_place(error) or "").startswith(param or "")]
@@ -95,6 +100,19 @@ def _printable(text: str) -> str:
     """The first characters of a text; lone surrogates, which UTF-8 cannot encode, become `?`."""
     shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
     return shown.encode(errors="replace").decode()
+
+
+async def _refused(request: Request, refused: Any) -> Response:
+    response: Response = refused.response()
+    return response
+
+
+async def _gone(request: Request, problem: Any) -> Response:
+    return Response(status_code=GONE)
+
+
+# Answers of both applications to these exceptions.
+HANDLERS: dict[Any, Any] = {ApiError: _refused, ClientDisconnect: _gone}
 
 
 def out_of_memory(problem: Exception) -> ApiError:

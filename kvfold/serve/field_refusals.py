@@ -88,15 +88,10 @@ NO_RATIO = "a part of the tokens is at most 1: for a number of tokens give a who
 PARTS = "kvfold serve reads parts of the type text only"
 
 
-def is_absent(place: str | None) -> bool:
-    """True for a dotted place whose field the server does not have."""
-    return _absent(place) is not None
-
-
 def refusal_of(place: str | None, error: Any) -> str:
     """What is said of one of pydantic's errors, about the field at a dotted `place`."""
     kind, values = error["type"], error.get("ctx", {})
-    if (absent := _absent(place)) is not None:
+    if (absent := absent_at(place)) is not None:
         return f"{absent}: leave the field out"
     if place is None and kind in OF_BODIES:
         return OF_BODIES[kind].format(**values)
@@ -111,7 +106,7 @@ def refusal_of(place: str | None, error: Any) -> str:
     return WORDS.get(kind, OTHER_KIND).format(**values)
 
 
-def _absent(place: str | None) -> str | None:
+def absent_at(place: str | None) -> str | None:
     """What the server does not have, of a field at a dotted place, or of a message's field."""
     parts = (place or "").split(".")
     field = parts[2] if parts[0] == "messages" and len(parts) > 2 else parts[0]

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvfold.serve.bodies import ValueCounter
 from kvfold.serve.cross_origin import is_allowed
 from kvfold.serve.errors import ApiError
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.worker_threads import WorkerThreads
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 # Paths for monitoring, which need no API key.
 OPEN = frozenset({"/health", "/ready", "/metrics"})
@@ -37,10 +34,10 @@ class RequestLimits:
     length; the body must be complete within the client's timeout. No body is stored here.
     """
 
-    def __init__(self, app: App, *, settings: ServerSettings, workers: WorkerThreads) -> None:
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings, workers: WorkerThreads) -> None:
         self.app, self.settings, self.workers = app, settings, workers
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forwards a request to the inner application, or answers with the refusal."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -56,7 +53,7 @@ class RequestLimits:
                 self.workers.check_open()
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length[:20]) > self.settings.body:
-                raise too_large(self.settings.body)
+                raise _too_large(self.settings.body)
             if scope["method"] == "POST":
                 reservation = scope[RESERVATION] = self.workers.reserve()
         except ApiError as refused:
@@ -64,33 +61,41 @@ class RequestLimits:
             return
         try:
             form = headers.get(b"content-type", b"").strip().lower().startswith(FORM)
-            await self.app(scope, self._counted(receive, form), send)
+            values = None if form else self.settings.values
+            body = counted(receive, self.settings.body, values, self.settings.client_timeout)
+            await self.app(scope, body, send)
         finally:
             if reservation is not None:
                 reservation.release()
 
-    def _counted(self, receive: Receive, form: bool) -> Receive:
-        total, whole, values = 0, False, ValueCounter(self.settings.values)
-        until = asyncio.get_running_loop().time() + self.settings.client_timeout
 
-        async def counted() -> Message:
-            nonlocal total, whole
-            try:
-                # After the body the only message is a disconnect, which has no time limit.
-                async with asyncio.timeout_at(None if whole else until):
-                    message = await receive()
-            except TimeoutError:
-                raise too_slow(self.settings.client_timeout) from None
-            piece = message.get("body", b"")
-            total += len(piece)
-            if total > self.settings.body:
-                raise too_large(self.settings.body)
-            if not form:
-                values.feed(piece)
-            whole = whole or not message.get("more_body", False)
-            return message
+def counted(receive: Receive, most: int, values: int | None, timeout: float) -> Receive:
+    """`receive` for a body of `most` bytes, and `values` JSON values, within `timeout` seconds.
 
-        return counted
+    None: values are not counted. Raises ApiError beyond a limit.
+    """
+    total, whole, counter = 0, False, None if values is None else ValueCounter(values)
+    until = asyncio.get_running_loop().time() + timeout
+
+    async def piece() -> Message:
+        nonlocal total, whole
+        try:
+            # After the body the only message is a disconnect, which has no time limit.
+            async with asyncio.timeout_at(None if whole else until):
+                message = await receive()
+        except TimeoutError:
+            told = f"the body was not complete within {timeout:g} seconds, the client's limit"
+            raise ApiError(408, told, code="body_too_slow") from None
+        content = message.get("body", b"")
+        total += len(content)
+        if total > most:
+            raise _too_large(most)
+        if counter is not None:
+            counter.feed(content)
+        whole = whole or not message.get("more_body", False)
+        return message
+
+    return piece
 
 
 def check_client(
@@ -159,13 +164,6 @@ def _is_local(name: str | None) -> bool:
         return "." not in str(name)
 
 
-def too_large(most: int) -> ApiError:
-    """The error for a body of more than `most` bytes."""
+def _too_large(most: int) -> ApiError:
     message = f"the body is larger than the {most} bytes that the server takes"
     return ApiError(413, message, code="body_too_large")
-
-
-def too_slow(seconds: float) -> ApiError:
-    """The error for a body that is not complete in time."""
-    message = f"the body was not complete within {seconds:g} seconds, the client's limit"
-    return ApiError(408, message, code="body_too_slow")

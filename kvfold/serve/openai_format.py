@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 class ChatWriter:
     """JSON of one answer to a conversation; `counted` is called with its last event."""
 
-    prefix = "chatcmpl"
+    prefix, strips = "chatcmpl", True
 
     def __init__(
         self, model: str, started: AnswerStarted, counted: Callable[[AnswerFinished], None]
     ) -> None:
         self.started, self.counted = started, counted
-        self.strip: Callable[[str], str] = StrippedText().of
+        self.strip = StrippedText().of if self.strips else str
         self.about: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -81,13 +81,7 @@ class ChatWriter:
 class CompletionWriter(ChatWriter):
     """JSON of a completion; its white space is kept, as the text continues the prompt's."""
 
-    prefix = "cmpl"
-
-    def __init__(
-        self, model: str, started: AnswerStarted, counted: Callable[[AnswerFinished], None]
-    ) -> None:
-        super().__init__(model, started, counted)
-        self.strip = str
+    prefix, strips = "cmpl", False
 
     def whole(self, text: str, done: AnswerFinished) -> BaseModel:
         choice = TextChoice(text=text, finish_reason=done.reason)

@@ -23,7 +23,7 @@ from kvfold.hf.user_text import (
     segment_ids,
     segments,
 )
-from kvfold.serve.errors import ApiError
+from kvfold.serve.errors import ApiError, refusals
 from kvfold.serve.request_schemas import RequestMessage
 
 # Separator of segments in prefix keys: a byte that UTF-8 text never has.
@@ -69,14 +69,12 @@ class PromptEncoder:
         Raises ApiError for special tokens that cannot be kept as text, and for a text that is
         certainly longer than `most`.
         """
-        self._check_least(parts)
+        self.check_length(least_tokens(parts, self._longest), "at least ")
         if self.special_tokens:
             tokens: list[int] = self.tokenizer("".join(parts), add_special_tokens=False).input_ids
             return tokens
-        try:
+        with refusals(code="special_tokens"):
             return segment_ids(self.tokenizer, self._while_wanted(parts))
-        except KvfoldError as refused:
-            raise ApiError(400, str(refused), code="special_tokens") from refused
 
     def check_length(self, tokens: int, told: str = "") -> None:
         """Raises ApiError for more `tokens` than `most`; `told` precedes their number."""
@@ -92,9 +90,6 @@ class PromptEncoder:
             self.check_wanted()
             yield part
 
-    def _check_least(self, parts: Iterable[str]) -> None:
-        self.check_length(least_tokens(parts, self._longest), "at least ")
-
     def turns(
         self,
         messages: Sequence[RequestMessage],
@@ -107,7 +102,13 @@ class PromptEncoder:
         the context's; for roles that do not alternate from the user's on, for a chat template
         without a second turn, for texts that are too long, and for a question without tokens.
         """
-        messages = self._after_system(messages, frame, arguments)
+        system = None
+        if messages[0].role in ("system", "developer"):
+            system, messages = messages[0].text, messages[1:]
+        with refusals(param="messages"):
+            check_same(self.tokenizer, frame, system, None)
+        with refusals(param="chat_template_kwargs"):
+            check_same(self.tokenizer, frame, None, arguments)
         expected = ["user", "assistant"] * (len(messages) // 2) + ["user"]
         if [message.role for message in messages] != expected:
             raise ApiError(
@@ -131,46 +132,25 @@ class PromptEncoder:
                 earlier = frame.answered is not None and index < len(messages) - 1
                 after = frame.answered if earlier else frame.after
                 split.append(self.split(opening, text, after or ""))
-        self._check_least(chain.from_iterable(split))
+        least = least_tokens(chain.from_iterable(split), self._longest)
+        self.check_length(least, "at least ")
         ids = [self.ids(parts) for parts in split]
         if not ids[-1]:
             raise ApiError(400, "the last message is empty: ask something", param="messages")
         # An answer ends the turn of the question before it.
         return [list(chain(*ids[at : at + 2])) for at in range(0, len(ids), 2)]
 
-    def _after_system(
-        self,
-        messages: Sequence[RequestMessage],
-        frame: PromptFrame,
-        arguments: Mapping[str, Any] | None,
-    ) -> Sequence[RequestMessage]:
-        """Messages after the system message, if there is one; ApiError as `check_same`."""
-        system = None
-        if messages[0].role in ("system", "developer"):
-            system, messages = messages[0].text, messages[1:]
-        for param, told in (
-            ("messages", (system, None)),
-            ("chat_template_kwargs", (None, arguments)),
-        ):
-            try:
-                check_same(self.tokenizer, frame, *told)
-            except KvfoldError as refused:
-                raise ApiError(400, str(refused), param=param) from None
-        return messages
-
     def arguments(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Checked arguments of the chat template; raises ApiError for those it does not take."""
         if not given:
             return {}
-        try:
+        with refusals(param="chat_template_kwargs"):
             if not self.tokenizer.chat_template:
                 raise KvfoldError("the model has no chat template: leave its arguments out")
             made = json_arguments(self.tokenizer, given)
             if not self.special_tokens:
                 check_spelled(self.tokenizer, None, made)
-        except KvfoldError as refused:
-            raise ApiError(400, str(refused), param="chat_template_kwargs") from None
-        return made
+            return made
 
     def conversation(
         self, messages: Sequence[RequestMessage], template: Mapping[str, Any] | None = None
@@ -196,11 +176,9 @@ class PromptEncoder:
             return self.split(self.frame.before, self.client_text(first.text), self.frame.after)
         roles = [NAMES_IN_TEMPLATES.get(message.role, message.role) for message in messages]
         texts = [self.client_text(message.text) for message in messages]
-        try:
+        with refusals(param="messages"):
             parts = conversation(self.tokenizer, list(zip(roles, texts, strict=True)), given)
             dropped = _dropped(self.tokenizer, roles, given)
-        except KvfoldError as problem:
-            raise ApiError(400, str(problem), param="messages") from None
         for index in dropped:
             if texts[index].strip():
                 raise ApiError(
@@ -220,6 +198,16 @@ class PromptEncoder:
             return self.ids([prompt])
         before, after = own_tokens(self.tokenizer)
         return [*before, *self.ids(self.split(self.client_text(prompt))), *after]
+
+    def continuation(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a completion's prompt after a context; raises ApiError for none."""
+        if isinstance(prompt, str):
+            tokens = self.ids(self.split(self.client_text(prompt)))
+        else:
+            tokens = self.checked_ids(prompt)
+        if not tokens:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        return tokens
 
     def checked_ids(self, tokens: list[int]) -> list[int]:
         """Token ids sent by a client; raises ApiError for one beyond the vocabulary."""

@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Event, local
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.answer import AnswerStream, end_tokens
 from kvfold.errors import KvfoldError
+from kvfold.generation.generate import generate
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.lookups import learned_positions
 from kvfold.hf.models import text_config, trained_length
 from kvfold.interruption import interrupt_by
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
+from kvfold.serve.decoding import AnswerFinished, AnswerStarted
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompt_encoder import PromptEncoder
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
+from kvfold.serve.sampling import SamplingParams
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.worker_threads import stopping
 
@@ -67,6 +74,43 @@ class ServedModel:
                 code="context_length_exceeded",
             )
         return min(allowed, left, request.most_tokens or request.usual_tokens or allowed)
+
+    def generate_answer(
+        self,
+        request: ChatRequest | CompletionRequest,
+        cache: CompressedCache,
+        ids: list[int],
+        cached: int,
+        put: Callable[[Any], None],
+        cancelled: Event,
+    ) -> AnswerFinished:
+        """Generates the answer after `ids`, of which `cache` may hold a prefix already.
+
+        `cached` of them come from a context or session.
+        `put` gets `AnswerStarted`, then the text in pieces, as for `Chat.stream`; a set `cancelled`
+        ends it at the next token. Raises ApiError for a prompt that is too long, and what
+        `kvfold.generate` raises.
+        """
+        sampling, most = SamplingParams.of(request), self.tokens_to_generate(len(ids), request)
+        put(AnswerStarted(len(ids), cached))
+        asked = torch.tensor([ids], device=self.model.device)
+        said = AnswerStream(self.tokenizer, len(ids), sampling.stop, put, cancelled)
+        out = generate(
+            self.model,
+            asked,
+            cache=cache,
+            attention_mask=torch.ones_like(asked),
+            prefill_chunk=self.settings.prefill_chunk,
+            allow_longer=True,  # checked by the engine
+            do_sample=False,
+            max_new_tokens=most,
+            logits_processor=sampling.processors(asked.device),
+            stopping_criteria=[said],
+        )
+        tokens: list[int] = out[0, len(ids) :].tolist()
+        kept = said.finish(tokens)
+        ended = said.stopped or (tokens and tokens[-1] in end_tokens(self.model))
+        return AnswerFinished(len(tokens), "stop" if ended else "length", kept)
 
     def check_text(self, text: str, frame: PromptFrame | None = None) -> int:
         """The tokens of a text in a template's opening; raises ApiError for none, or too many."""

@@ -15,10 +15,9 @@ from kvfold.contexts.session_record import Message
 from kvfold.errors import KvfoldError
 from kvfold.hf.user_text import Content
 from kvfold.serve.context_folder import ContextFolder
-from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
+from kvfold.serve.decoding import AnswerFinished
 from kvfold.serve.errors import ApiError, refusals
 from kvfold.serve.request_schemas import ChatRequest, RequestMessage, SessionEdits, SessionRequest
-from kvfold.serve.sampling import SamplingParams
 from kvfold.serve.served_model import ServedModel
 from kvfold.serve.session_pool import SessionPool
 from kvfold.serve.stored import Stored
@@ -77,7 +76,6 @@ class Sessions:
             message = f"{named}: a session has no arguments of its template: leave the field out"
             raise ApiError(400, message, param=named)
         messages, new = self._messages(request.messages)
-        sampling = SamplingParams.of(request)
         most = new + engine.tokens_to_generate(new, request)
         with self.held.changing(request.session_id, most) as session, refusals():
             seen = session.ids.shape[1]
@@ -88,20 +86,8 @@ class Sessions:
                 allow_longer=settings.allow_longer,
             )
             ids = turn.ids[0].tolist()
-            most = engine.tokens_to_generate(len(ids), request)
-            put(AnswerStarted(len(ids), seen))
             with turn.cache.frozen():
-                done = generate_answer(
-                    engine.model,
-                    engine.tokenizer,
-                    turn.cache,
-                    ids,
-                    sampling,
-                    most,
-                    settings.prefill_chunk,
-                    put,
-                    cancelled,
-                )
+                done = engine.generate_answer(request, turn.cache, ids, seen, put, cancelled)
             engine.check_wanted()
             session.close(turn, done.said)
         return done

@@ -15,12 +15,11 @@ from kvfold.serve.bodies import ThreadParsedRoute
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
-from kvfold.serve.limits import RESERVATION
 from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.openai_format import ChatWriter, CompletionWriter, events, whole
 from kvfold.serve.request_schemas import SESSION, ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
-from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.routes.hangup import RequestJob
 from kvfold.serve.worker_threads import WorkerJob
 
 STREAM: dict[int | str, dict[str, Any]] = {
@@ -59,9 +58,9 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
             raise ApiError(404, message, code="model_not_found", param="model")
         if (named := request.headers.get(SESSION)) is not None:
             asked = _in_session(asked, named)
-        job = WorkerJob(engine.workers, partial(engine.answer, asked), request.scope[RESERVATION])
+        job = RequestJob(request, engine.workers, partial(engine.answer, asked))
         # `AnswerStarted` comes once the request is checked: a refusal before still sets the status.
-        started: AnswerStarted = await unless_gone(request, job, job.next())
+        started: AnswerStarted = await job.result()
         metrics.tokens.labels("prompt").inc(started.prompt)
         metrics.tokens.labels("cached").inc(started.cached)
         alone = not (isinstance(asked, ChatRequest) and asked.session_id)
@@ -70,7 +69,7 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
         writer = kind(engine.name, started, counted)
         if asked.stream:
             return EventStream(job, writer, asked.usage_wanted)
-        return await unless_gone(request, job, whole(job, writer))
+        return await job.result(whole(job, writer))
 
     def counted(done: AnswerFinished) -> None:
         metrics.tokens.labels("generated").inc(done.tokens)

@@ -17,13 +17,11 @@ from kvfold.contexts.context import Context
 from kvfold.serve.bodies import ThreadParsedRoute
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.limits import RESERVATION
 from kvfold.serve.request_schemas import CONTEXT_ID, ContextRequest
 from kvfold.serve.response_schemas import ContextDeleted, ContextDetail, ContextInfo, ContextList
-from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.routes.hangup import RequestJob
 from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page, stored_fields
 from kvfold.serve.stored import Stored
-from kvfold.serve.worker_threads import WorkerJob
 
 JSON, FORM = "application/json", "multipart/form-data"
 FIELDS = 10
@@ -59,9 +57,8 @@ def router(engine: Engine) -> APIRouter:
     async def create(request: Request) -> Any:
         """Compresses a text, given as JSON or as a file."""
         asked = await _asked(request)
-        job = WorkerJob(engine.workers, partial(engine.create, asked), request.scope[RESERVATION])
-        held: Stored[Context] = await unless_gone(request, job, job.next())
-        return _detail(held, engine.name)
+        job = RequestJob(request, engine.workers, partial(engine.create, asked))
+        return _detail(await job.result(), engine.name)
 
     @made.get("", response_model=ContextList)
     def every(limit: LIMIT = 100, after: AFTER = None) -> Any:

@@ -4,42 +4,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from threading import Event
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from kvfold.serve.worker_threads import WorkerJob
+from kvfold.serve.limits import RESERVATION
+from kvfold.serve.worker_threads import WorkerJob, WorkerThreads
 
 Result = TypeVar("Result")
 
 
-class HungUp(Exception):
-    """The client has disconnected."""
-
-
-async def unless_gone(
-    request: Request, job: WorkerJob, coming: Coroutine[Any, Any, Result]
-) -> Result:
-    """The result of awaiting `coming`; if the client disconnects first, closes `job`.
-
-    Raises HungUp on a disconnect, and what `coming` raises.
-    """
-    waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_gone(request))
+async def unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) -> Result:
+    """The result of awaiting `coming`; cancels it and raises ClientDisconnect on a disconnect."""
+    waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
-            raise HungUp
+            raise ClientDisconnect
         return waiting.result()
-    except BaseException:
-        job.close()
-        raise
     finally:
         waiting.cancel()
         gone.cancel()
 
 
-async def _gone(request: Request) -> None:
+class RequestJob(WorkerJob):
+    """The work of a request in a worker thread, cancelled if its client disconnects first."""
+
+    def __init__(
+        self,
+        request: Request,
+        workers: WorkerThreads,
+        work: Callable[[Callable[[Any], None], Event], Any],
+    ) -> None:
+        super().__init__(workers, work, request.scope[RESERVATION])
+        self.request = request
+
+    async def result(self, coming: Coroutine[Any, Any, Result] | None = None) -> Result:
+        """The next event, or the result of awaiting `coming`; closes the job where that fails."""
+        try:
+            return await unless_gone(self.request, coming or self.next())
+        except BaseException:
+            self.close()
+            raise
+
+
+async def _hung_up(request: Request) -> None:
     """Waits until the client has disconnected; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from kvfold.contexts.session import Session
 from kvfold.serve.bodies import ThreadParsedRoute
 from kvfold.serve.engine import Engine
-from kvfold.serve.limits import RESERVATION
 from kvfold.serve.request_schemas import SessionEdits, SessionRequest
 from kvfold.serve.response_schemas import (
     SessionDeleted,
@@ -21,10 +20,9 @@ from kvfold.serve.response_schemas import (
     SessionList,
     SessionMessage,
 )
-from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.routes.hangup import RequestJob
 from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page, stored_fields
 from kvfold.serve.stored import Stored
-from kvfold.serve.worker_threads import WorkerJob
 
 
 def router(engine: Engine) -> APIRouter:
@@ -35,9 +33,8 @@ def router(engine: Engine) -> APIRouter:
     @made.post("", response_model=SessionDetail, status_code=201)
     async def begin(request: Request, body: SessionRequest) -> Any:
         """Reads an agent's instructions, which stay whole."""
-        job = WorkerJob(engine.workers, partial(sessions.begin, body), request.scope[RESERVATION])
-        held: Stored[Session] = await unless_gone(request, job, job.next())
-        return _detail(held, engine.name)
+        job = RequestJob(request, engine.workers, partial(sessions.begin, body))
+        return _detail(await job.result(), engine.name)
 
     @made.get("", response_model=SessionList)
     def every(limit: LIMIT = 100, after: AFTER = None) -> Any:
@@ -54,10 +51,8 @@ def router(engine: Engine) -> APIRouter:
     @made.post("/{session_id}/edits", response_model=SessionDetail)
     async def edit(request: Request, session_id: NAME, body: SessionEdits) -> Any:
         """Drops and shortens messages: at once, or when enough of it has come together."""
-        work = partial(sessions.edit, session_id, body)
-        job = WorkerJob(engine.workers, work, request.scope[RESERVATION])
-        held: Stored[Session] = await unless_gone(request, job, job.next())
-        return _detail(held, engine.name)
+        job = RequestJob(request, engine.workers, partial(sessions.edit, session_id, body))
+        return _detail(await job.result(), engine.name)
 
     @made.delete("/{session_id}", response_model=SessionDeleted)
     def delete(session_id: NAME) -> Any:

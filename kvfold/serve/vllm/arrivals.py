@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +134,7 @@ class Arrivals:
         """Runs jobs for ever, in a thread; an error of the process ends those that wait."""
         while True:
             try:
-                for result in run(self._each()):
+                for result in run(iter(self._jobs.get, None)):
                     self._remove_oldest()
                     self._end(result)
             except (KvfoldError, OSError, RuntimeError) as problem:
@@ -146,10 +146,6 @@ class Arrivals:
             ended = self._running.pop(result.path, None)
         if ended is not None:
             ended.result.set_result(result)
-
-    def _each(self) -> Iterator[Job]:
-        while True:
-            yield self._jobs.get()
 
     def _remove_oldest(self) -> None:
         files = sorted(self._own(), key=_modified)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from kvfold.serve.bodies import ValueCounter
-from kvfold.serve.limits import OPEN, check_client, too_large, too_slow
+from kvfold.serve.limits import OPEN, check_client, counted
 from kvfold.serve.settings import ServerSettings
 
 
@@ -36,17 +34,5 @@ class ProxyAuth:
         Raises ApiError without the key, and for too large or slow a body.
         """
         self.check(request)
-        try:
-            async with asyncio.timeout(self.timeout):
-                return await self._read(request)
-        except TimeoutError:
-            raise too_slow(self.timeout) from None
-
-    async def _read(self, request: Request) -> bytes:
-        content, values = bytearray(), ValueCounter(self.values)
-        async for piece in request.stream():
-            content += piece
-            if len(content) > self.body:
-                raise too_large(self.body)
-            values.feed(piece)
-        return bytes(content)
+        piece = counted(request.receive, self.body, self.values, self.timeout)
+        return await Request(request.scope, piece).body()

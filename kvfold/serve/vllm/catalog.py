@@ -55,14 +55,8 @@ class ContextCatalog:
 
     def complete(self, asking: CompletionRequest) -> ContextPrompt:
         """The prompt of a text, or of token ids, after a document."""
-        served, prompt = self._requested(asking.context_id), asking.text_or_tokens
-        if isinstance(prompt, str):
-            ids = self.prompts.ids(self.prompts.split(self.prompts.client_text(prompt)))
-        else:
-            ids = self.prompts.checked_ids(prompt)
-        if not ids:
-            raise ApiError(400, "the prompt is empty", param="prompt")
-        return ContextPrompt(served, ids)
+        served = self._requested(asking.context_id)
+        return ContextPrompt(served, self.prompts.continuation(asking.text_or_tokens))
 
     def all(self) -> list[dict[str, Any]]:
         """All contexts: tokens, entries per head, part lost by equalizing, level; or why not."""

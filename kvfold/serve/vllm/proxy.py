@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvfold.serve.errors import ApiError, invalid
+from kvfold.serve.errors import HANDLERS, ApiError, invalid
 from kvfold.serve.request_schemas import (
     SESSION,
     AnswerRequest,
@@ -26,6 +24,7 @@ from kvfold.serve.request_schemas import (
     CompletionRequest,
     ContextRequest,
 )
+from kvfold.serve.routes.hangup import unless_gone
 from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
@@ -39,10 +38,7 @@ SAMPLING = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
     "stream", "user",
 )  # fmt: skip
-# nginx's status for a client that closed the connection; nobody reads the answer.
-GONE = 499
 A = TypeVar("A", bound=AnswerRequest)
-Result = TypeVar("Result")
 
 
 class Proxy:
@@ -104,7 +100,7 @@ class Proxy:
             if getattr(asked, named) is not None:
                 whole = "method, budget and what stands before a text are the server's"
                 raise ApiError(400, f"{whole}: leave {named} out", param=named)
-        name = await _unless_gone(request, self._arrivals().made(asked.text, asked.id))
+        name = await unless_gone(request, self._arrivals().made(asked.text, asked.id))
         return JSONResponse(await run_in_threadpool(self.contexts.about, name), 201)
 
     async def other(self, request: Request) -> Response:
@@ -121,15 +117,15 @@ class Proxy:
         found = await run_in_threadpool(_naming_a_context, body, kind)
         if found is None:
             return None
-        asked = found.asking.context_id
-        if found.text is not None:
-            coming = self._arrivals().made(found.text)
-        elif await run_in_threadpool(self.contexts.is_levelled_first, asked):
-            coming = self._arrivals().levelled(str(asked))
+        asking, text = found
+        if text is not None:
+            coming = self._arrivals().made(text)
+        elif await run_in_threadpool(self.contexts.is_levelled_first, asking.context_id):
+            coming = self._arrivals().levelled(str(asking.context_id))
         else:
-            return found.asking
-        name = await _unless_gone(request, coming)
-        return found.asking.model_copy(update={"context_id": name})
+            return asking
+        name = await unless_gone(request, coming)
+        return asking.model_copy(update={"context_id": name})
 
     def _arrivals(self) -> Arrivals:
         if self.arrivals is None:
@@ -161,7 +157,7 @@ class Proxy:
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP]
         sent = self.client.build_request(request.method, url, headers=headers, content=body)
         try:
-            return await _unless_gone(request, self.client.send(sent, stream=True))
+            return await unless_gone(request, self.client.send(sent, stream=True))
         except httpx.HTTPError as problem:
             raise ApiError(503, f"vLLM cannot be reached: {problem}", retry_after=10) from problem
 
@@ -174,9 +170,7 @@ def build(proxy: Proxy) -> FastAPI:
         yield
         await proxy.client.aclose()
 
-    app = FastAPI(title="kvfold", openapi_url=None, lifespan=lifespan)
-    app.add_exception_handler(ApiError, _refused)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app = FastAPI(title="kvfold", openapi_url=None, lifespan=lifespan, exception_handlers=HANDLERS)
     app.add_api_route("/v1/chat/completions", proxy.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", proxy.complete, methods=["POST"], response_model=None)
     app.add_api_route("/v1/contexts", proxy.held, methods=["GET"])
@@ -185,16 +179,8 @@ def build(proxy: Proxy) -> FastAPI:
     return app
 
 
-@dataclass(frozen=True)
-class _OverContext(Generic[A]):
-    """A request over a context, and the `text` of a context that it brings itself."""
-
-    asking: A
-    text: str | None
-
-
-def _naming_a_context(body: bytes, kind: type[A]) -> _OverContext[A] | None:
-    """The parsed request, or None if it names and brings no context.
+def _naming_a_context(body: bytes, kind: type[A]) -> tuple[A, str | None] | None:
+    """The parsed request and the text of a context that it brings; None: neither named nor brought.
 
     Raises ApiError for a malformed one.
     """
@@ -212,7 +198,7 @@ def _naming_a_context(body: bytes, kind: type[A]) -> _OverContext[A] | None:
     if text is not None and (found.get("context_id") is not None or not _is_text(text)):
         raise ApiError(400, "context is a text, in place of a context_id", param="context")
     try:
-        return _OverContext(kind.model_validate_json(json.dumps(found)), text)
+        return kind.model_validate_json(json.dumps(found)), text
     except ValidationError as problem:
         raise invalid(problem.errors()) from None
 
@@ -231,25 +217,6 @@ def _is_text(found: Any) -> bool:
         return isinstance(found, str) and bool(found.encode())
     except UnicodeEncodeError:
         return False
-
-
-async def _unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) -> Result:
-    """The result of awaiting `coming`; cancels it and raises ClientDisconnect on a disconnect."""
-    waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            raise ClientDisconnect
-        return waiting.result()
-    finally:
-        waiting.cancel()
-        gone.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    """Waits until the client has disconnected; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class PassThrough(StreamingResponse):
@@ -281,12 +248,3 @@ def _events(answer: httpx.Response) -> Response:
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     pieces = chunks(answer.aiter_bytes())
     return PassThrough(answer, pieces, headers=headers, media_type="text/event-stream")
-
-
-async def _refused(request: Request, refused: Any) -> Response:
-    response: Response = refused.response()
-    return response
-
-
-async def _gone(request: Request, problem: Any) -> Response:
-    return Response(status_code=GONE)
