@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Heads, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.heads import Rule, adaptive
 from kvfold.methods.stages.allocate.uniform import uniform
@@ -47,8 +46,7 @@ class AdaKV(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)
-        if not 0 <= self.floor <= 1:
-            raise KvfoldError(f"adakv:floor is a part of the mean, 0 to 1, not {self.floor}")
+        self.check_range(0, 1, "floor")
 
     def stages(self) -> Stages:
         return Stages(

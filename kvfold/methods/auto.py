@@ -51,8 +51,7 @@ class Auto(Method):
         if not self.tolerance > 0:
             raise KvfoldError(f"auto:tolerance is a positive part, not {self.tolerance}")
         check_window(self.window, self.kernel)
-        if self.sinks < 0:
-            raise KvfoldError(f"auto:sinks is 0 or more, not {self.sinks}")
+        self.check_range(0, None, "sinks")
 
     def stages(self) -> Stages:
         return Stages(

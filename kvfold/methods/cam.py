@@ -2,7 +2,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.merge.base import MergeStages
@@ -43,9 +42,8 @@ class CaM(Method):
     sinks: int = 4  # first tokens that stay
 
     def __post_init__(self) -> None:
-        for name, least in (("targets", 1), ("newest", 0), ("sinks", 0)):
-            if getattr(self, name) < least:
-                raise KvfoldError(f"cam:{name} is {least} or more, not {getattr(self, name)}")
+        self.check_range(1, None, "targets")
+        self.check_range(0, None, "newest", "sinks")
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]

@@ -5,7 +5,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
@@ -44,8 +43,7 @@ class ChunkKV(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, 1)
-        if self.length < 1:
-            raise KvfoldError(f"chunkkv:length is at least 1 token, not {self.length}")
+        self.check_range(1, None, "length")
 
     def stages(self) -> Stages:
         return Stages(

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Stages, register
 from kvfold.methods.stages.select.blocks import best_of_chunks
@@ -30,8 +29,7 @@ class Chunkwise(AddOn):
     length: int = 1024  # tokens of a chunk
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise KvfoldError(f"chunkwise:length is at least 1 token, not {self.length}")
+        self.check_range(1, None, "length")
 
     def brings(self) -> Stages:
         return Stages(select=partial(best_of_chunks, length=self.length))

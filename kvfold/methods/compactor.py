@@ -47,10 +47,10 @@ class Compactor(Method):
     last: int = 4  # last tokens that stay
 
     def __post_init__(self) -> None:
-        if min(self.sketch, self.chunk) < 1 or not self.jitter > 0:
-            raise KvfoldError("compactor: sketch and chunk are 1 or more, jitter above 0")
-        if min(self.first, self.last) < 0 or not (self.blending >= 0 or self.blending == REMOVED):
-            raise KvfoldError("compactor: first, last and blending are 0 or more, blending or -1")
+        self.check_range(1, None, "sketch", "chunk")
+        self.check_range(0, None, "first", "last")
+        if not self.jitter > 0 or not (self.blending >= 0 or self.blending == REMOVED):
+            raise KvfoldError("compactor: jitter is above 0, blending 0 or more, or -1")
 
     def stages(self) -> Stages:
         chunks = ChunkSumsNeed(self.chunk, self.first, self.last)

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Select, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
@@ -52,8 +51,8 @@ class CriticalKV(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)
-        if not (0 <= self.first <= 1 and self.epsilon >= 0):
-            raise KvfoldError("criticalkv: first is a part, 0 to 1, and epsilon is 0 or more")
+        self.check_range(0, 1, "first")
+        self.check_range(0, None, "epsilon")
 
     def stages(self) -> Stages:
         votes = partial(mean_votes, window=self.window, kernel=self.kernel, pooling=self.pooling)

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.forced import Forced
@@ -40,8 +39,7 @@ class CUR(Method):
     local: int = 16  # entries of a block; 0: all entries
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.local < 0:
-            raise KvfoldError("cur:sinks and cur:local are 0 or more")
+        self.check_range(0, None, "sinks", "local")
 
     def stages(self) -> Stages:
         return Stages(

@@ -66,8 +66,8 @@ class D2O(Method):
     decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 
     def __post_init__(self) -> None:
-        if not (0 <= self.beta <= 1 and 0 <= self.recent <= 1 and self.sinks >= 0):
-            raise KvfoldError("d2o:beta and d2o:recent are in [0, 1], d2o:sinks is 0 or more")
+        self.check_range(0, 1, "beta", "recent")
+        self.check_range(0, None, "sinks")
         if self.spending == "official" and self.allocation != "softmax":
             raise KvfoldError("d2o:spending=official is of the released allocation=softmax only")
 

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Measured, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.norm_cut import KEEP_LAYERS, VOTERS, Ranking, norm_cut
 from kvfold.methods.stages.score.observation_window import window_votes
@@ -54,10 +53,8 @@ class DBudgetKV(Method):
     ranking: Ranking = "position"  # order in which tokens go
 
     def __post_init__(self) -> None:
-        if not self.threshold >= 0:
-            raise KvfoldError(f"dbudgetkv:threshold is 0 or more, not {self.threshold}")
-        if self.sinks < 0 or self.rows < 1:
-            raise KvfoldError("dbudgetkv:sinks is 0 or more, dbudgetkv:rows 1 or more")
+        self.check_range(0, None, "threshold", "sinks")
+        self.check_range(1, None, "rows")
 
     def stages(self) -> Stages:
         by_attention = self.ranking == "attention"

@@ -56,10 +56,9 @@ class Duo(Method):
     recent: int = 256  # last tokens that it keeps
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 1:
-            raise KvfoldError("duo: sinks is 0 or more, recent 1 or more")
-        if not (0 <= self.threshold <= 1 and 0 <= self.sparsity <= 1):
-            raise KvfoldError("duo: threshold is a score and sparsity a part, from 0 to 1")
+        self.check_range(0, None, "sinks")
+        self.check_range(1, None, "recent")
+        self.check_range(0, 1, "threshold", "sparsity")
         if self.threshold and self.sparsity:
             raise KvfoldError("duo: heads are chosen by threshold or by sparsity: leave out one")
 

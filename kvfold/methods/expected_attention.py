@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.heads import adaptive
@@ -51,10 +50,8 @@ class ExpectedAttention(Method):
     adaptive: bool = False  # a size for each head, by need
 
     def __post_init__(self) -> None:
-        if not 1 <= self.future <= FARTHEST or self.sinks < 0 or not self.epsilon >= 0:
-            raise KvfoldError(
-                f"expected_attention takes future from 1 to {FARTHEST}, sinks and epsilon from 0 on"
-            )
+        self.check_range(1, FARTHEST, "future")
+        self.check_range(0, None, "sinks", "epsilon")
 
     def stages(self) -> Stages:
         return Stages(

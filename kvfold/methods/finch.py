@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import check_window
@@ -53,8 +52,7 @@ class Finch(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, 1)
-        if self.chunk < 0:
-            raise KvfoldError(f"finch:chunk is 0 tokens or more, not {self.chunk}")
+        self.check_range(0, None, "chunk")
 
     def stages(self) -> Stages:
         return Stages(

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
@@ -37,8 +36,7 @@ class H2O(Method):
     normalize: Literal["none", "visible_queries"] = "none"  # sums, or means over queries
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent <= 1:
-            raise KvfoldError(f"h2o:recent is a part of the budget, 0 to 1, not {self.recent}")
+        self.check_range(0, 1, "recent")
 
     def stages(self) -> Stages:
         per_query = self.normalize == "visible_queries"

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform, uniform_with_skipped
 from kvfold.methods.stages.score.key_norm import negative_norm
@@ -28,8 +27,7 @@ class KNorm(Method):
     skip_layers: tuple[int, ...] = ()  # layers that stay whole, −1: the last
 
     def __post_init__(self) -> None:
-        if self.protect_recent < 0:
-            raise KvfoldError(f"knorm:protect_recent is 0 or more, not {self.protect_recent}")
+        self.check_range(0, None, "protect_recent")
 
     def stages(self) -> Stages:
         skipped, option = self.skip_layers, "knorm:skip_layers"

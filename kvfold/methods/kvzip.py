@@ -60,14 +60,12 @@ class KVzip(Method):
     def __post_init__(self) -> None:
         file = named(self.head_scores)
         changed = self.normalize or self.demote or self.score != "max" or named(self.questions)
+        self.check_range(1, None, "chunk", "demote_repeats")
+        self.check_range(0, 1, "demote", "floor")
         for wrong, why in (
-            (self.chunk < 1, f"chunk is at least 1 token, not {self.chunk}"),
             (self.strict and self.level != "pair", "strict has one threshold: choose level=pair"),
             (file and self.level != "head", "head_scores are of heads: choose level=head"),
-            (self.demote_repeats < 1, "demote_repeats is at least 1"),
             (file and changed, "head_scores are taken as they are, without questions"),
-            (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
-            (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
             (self.floor and (self.strict or self.level != "pair"), "floor goes with a plain pool"),
         ):
             if wrong:

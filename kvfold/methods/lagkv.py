@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.kernels.gather import take
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Observation
@@ -48,8 +47,8 @@ class LagKV(Method):
     cross: bool = False  # blocks compete, instead of sharing the budget evenly
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.lag < 1 or not self.values >= 0:
-            raise KvfoldError("lagkv: sinks and values are 0 or more, lag is 1 or more")
+        self.check_range(0, None, "sinks", "values")
+        self.check_range(1, None, "lag")
 
     def stages(self) -> Stages:
         evenly = partial(best_of_blocks, first=self.sinks, block=self.lag)

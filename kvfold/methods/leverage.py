@@ -33,8 +33,9 @@ class Leverage(Method):
     jitter: float = 1e-2  # added to the diagonal, times ten as long as it does not suffice
 
     def __post_init__(self) -> None:
-        if self.sketch < 1 or not self.jitter > 0:
-            raise KvfoldError("leverage: sketch is 1 or more, and jitter above 0")
+        self.check_range(1, None, "sketch")
+        if not self.jitter > 0:
+            raise KvfoldError(f"leverage:jitter is above 0, not {self.jitter}")
 
     def stages(self) -> Stages:
         score = partial(leverage_scores, sketch=self.sketch, jitter=self.jitter)

@@ -59,10 +59,8 @@ class Match(AddOn):
     up_to: float = 0.5  # heads that keep a larger part of their entries stay as they are
 
     def __post_init__(self) -> None:
-        if self.queries < 64 or min(self.ridge, self.hold, self.up_to) < 0:
-            raise KvfoldError(
-                "match takes at least 64 queries, and ridge, hold and up_to from 0 on"
-            )
+        self.check_range(64, None, "queries")
+        self.check_range(0, None, "ridge", "hold", "up_to")
         if self.on_policy and self.references == "text":
             raise KvfoldError("match:on_policy=true reads a repetition: leave references=text out")
         if self.bias == "none" and self.values == "fit" and self.target == "whole":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +37,17 @@ class Method:
     def brings_sizes(self) -> Stages | None:
         """The stages that it adds to a method that scores; None: as `brings`."""
         return None
+
+    def check_range(self, least: float, most: float | None, *options: str) -> None:
+        """Raises KvfoldError, naming the option, unless each is from `least` to `most`.
+
+        `most` None: no limit.
+        """
+        for option in options:
+            value = getattr(self, option)
+            if not least <= value <= (math.inf if most is None else most):
+                wanted = f"{least} or more" if most is None else f"from {least} to {most}"
+                raise KvfoldError(f"{called(self)}:{option} is {wanted}, not {value!r}")
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

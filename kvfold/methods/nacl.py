@@ -5,7 +5,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
@@ -44,8 +43,8 @@ class NACL(Method):
 
     def __post_init__(self) -> None:
         check_window(self.proxies, 1)
-        if not (0 <= self.random <= 1 and self.temperature >= 0):
-            raise KvfoldError("nacl: random is a part, 0 to 1, and temperature is 0 or more")
+        self.check_range(0, 1, "random")
+        self.check_range(0, None, "temperature")
 
     def stages(self) -> Stages:
         drawn = partial(best_and_drawn, part=self.random, temperature=self.temperature)

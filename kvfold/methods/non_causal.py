@@ -2,7 +2,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.score.chunk_attention import non_causal_scores
 from kvfold.observers.chunk_sums import ChunkSumsNeed
@@ -34,8 +33,7 @@ class NonCausal(Method):
     chunk: int = 256  # tokens that attend to one another
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise KvfoldError(f"non_causal:chunk is at least 1 token, not {self.chunk}")
+        self.check_range(1, None, "chunk")
 
     def stages(self) -> Stages:
         needs = Needs(ChunkSumsNeed(self.chunk))

@@ -42,10 +42,8 @@ class PyramidInfer(Method):
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1 or not 0 <= self.recent < 1:
             raise KvfoldError("pyramidinfer:least is in (0, 1] and pyramidinfer:recent in [0, 1)")
-        if self.interval < 1:
-            raise KvfoldError(f"pyramidinfer:interval is at least 1, not {self.interval}")
-        if self.sinks < 0 or not self.newest_weight >= 0:
-            raise KvfoldError("pyramidinfer:sinks and pyramidinfer:newest_weight are 0 or more")
+        self.check_range(1, None, "interval")
+        self.check_range(0, None, "sinks", "newest_weight")
 
     def stages(self) -> Stages:
         return Stages(

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.pyramid import pyramid, pyramid_official
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
@@ -43,8 +42,7 @@ class PyramidKV(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)
-        if self.beta < 1:
-            raise KvfoldError(f"pyramidkv:beta is at least 1, not {self.beta}")
+        self.check_range(1, None, "beta")
 
     @property
     def nested(self) -> bool:  # type: ignore[override]

@@ -2,7 +2,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Stages, register
 from kvfold.methods.stages.select.forced import Forced
@@ -25,8 +24,7 @@ class Recent(AddOn):
     tokens: int = 16  # last tokens that stay
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise KvfoldError(f"recent:tokens is at least 1, not {self.tokens}")
+        self.check_range(1, None, "tokens")
 
     def brings(self) -> Stages:
         return Stages(forced=Forced(recent=self.tokens))

@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
@@ -56,8 +55,7 @@ class RKV(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)
-        if not 0 <= self.lam <= 1 or not 0 <= self.threshold <= 1:
-            raise KvfoldError("rkv takes lam and threshold from 0 to 1")
+        self.check_range(0, 1, "lam", "threshold")
 
     def stages(self) -> Stages:
         rounds = Rounds(INTERVAL, counting=self.phase)

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
@@ -43,13 +42,8 @@ class RoCo(Method):
     decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 
     def __post_init__(self) -> None:
-        if self.protect_recent < 0:
-            raise KvfoldError(f"roco:protect_recent is 0 or more, not {self.protect_recent}")
-        if not 0 <= self.protect_std_ratio <= 1:
-            raise KvfoldError(
-                "roco:protect_std_ratio is a part of the budget, 0 to 1, "
-                f"not {self.protect_std_ratio}"
-            )
+        self.check_range(0, None, "protect_recent")
+        self.check_range(0, 1, "protect_std_ratio")
 
     def stages(self) -> Stages:
         return Stages(

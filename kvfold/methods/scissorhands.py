@@ -49,10 +49,9 @@ class Scissorhands(Method):
 
     def __post_init__(self) -> None:
         check_window(self.window, 1)
-        if self.recent < 0:
-            raise KvfoldError(f"scissorhands:recent is 0 or more entries, not {self.recent}")
-        if not self.decay >= 0 or (self.decay != 1 and self.rule == "counts"):
-            raise KvfoldError("scissorhands: decay is 0 or more, and goes with rule=sums")
+        self.check_range(0, None, "recent", "decay")
+        if self.decay != 1 and self.rule == "counts":
+            raise KvfoldError("scissorhands:decay goes with rule=sums")
 
     def stages(self) -> Stages:
         sums = self.rule == "sums"

@@ -56,8 +56,8 @@ class SimLayerKV(Method):
     strategy: lazy.Strategy = "lazy"  # lazy layers, or a baseline of the paper
 
     def __post_init__(self) -> None:
-        if min(self.window, self.n_last, self.recent) < 1 or self.sinks < 0:
-            raise KvfoldError("simlayerkv: sinks is 0 or more, window, n_last, recent 1 or more")
+        self.check_range(1, None, "window", "n_last", "recent")
+        self.check_range(0, None, "sinks")
         if self.strategy != "lazy" and (self.when == "first_decode" or self.keep_last_layer):
             raise KvfoldError(
                 f"simlayerkv:strategy={self.strategy} sizes any layer at the prompt's end: choose "

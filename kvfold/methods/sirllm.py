@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
@@ -44,8 +43,8 @@ class SirLLM(Method):
     decay: float = 1.0  # factor of all older scores at each new prompt
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or not (0 <= self.recent <= 1 and 0 <= self.decay <= 1):
-            raise KvfoldError("sirllm: sinks is 0 or more, recent and decay are from 0 to 1")
+        self.check_range(0, None, "sinks")
+        self.check_range(0, 1, "recent", "decay")
 
     def stages(self) -> Stages:
         return Stages(

@@ -2,7 +2,6 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.position import recency
@@ -37,8 +36,7 @@ class StreamingLLM(Method):
     decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise KvfoldError(f"streaming_llm:sinks is 0 or more, not {self.sinks}")
+        self.check_range(0, None, "sinks")
 
     def stages(self) -> Stages:
         return Stages(

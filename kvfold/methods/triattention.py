@@ -57,8 +57,7 @@ class TriAttention(Method):
     prompt: Prompt = "kept"  # the prompt is beside the size, or part of it
 
     def __post_init__(self) -> None:
-        if not 1 <= self.offsets <= FARTHEST:
-            raise KvfoldError(f"triattention:offsets is from 1 to {FARTHEST}, not {self.offsets}")
+        self.check_range(1, FARTHEST, "offsets")
         if self.centre == "running" and self.file != NO_FILE:
             raise KvfoldError("triattention: centres of a file do not run along: leave out one")
 

@@ -51,14 +51,10 @@ class Zap(Method):
     floor: float = 0.0  # part of the mean size that every head keeps
 
     def __post_init__(self) -> None:
-        for wrong, why in (
-            (self.sinks < 0, f"sinks is 0 or more, not {self.sinks}"),
-            (self.window < 0, f"window is 0 or more, not {self.window}"),
-            (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
-            (self.floor and self.level != "pair", "floor goes with a pool: choose level=pair"),
-        ):
-            if wrong:
-                raise KvfoldError(f"zap:{why}")
+        self.check_range(0, None, "sinks", "window")
+        self.check_range(0, 1, "floor")
+        if self.floor and self.level != "pair":
+            raise KvfoldError("zap:floor goes with a pool: choose level=pair")
 
     def stages(self) -> Stages:
         candidates = partial(candidates_of, score=learned)

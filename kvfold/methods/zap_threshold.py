@@ -49,11 +49,8 @@ class ZapThreshold(Method):
     def __post_init__(self) -> None:
         if self.threshold != self.threshold:
             raise KvfoldError("zap_threshold:threshold is a number, not nan")
-        if self.window < 0 or self.sinks < 0 or self.interval < 1:
-            raise KvfoldError(
-                "zap_threshold:window and zap_threshold:sinks are 0 or more, "
-                "zap_threshold:interval 1 or more"
-            )
+        self.check_range(0, None, "window", "sinks")
+        self.check_range(1, None, "interval")
 
     def stages(self) -> Stages:
         forced = Forced(sinks=self.sinks, recent=self.window)

@@ -41,7 +41,7 @@ def test_one_chunk_is_the_whole_text(model) -> None:
 def test_it_needs_scores_and_a_length() -> None:
     with pytest.raises(IllegalComposition, match="evicts nothing"):
         parse("chunkwise").stages()
-    with pytest.raises(KvfoldError, match="at least 1 token"):
+    with pytest.raises(KvfoldError, match="chunkwise:length is 1 or more, not 0"):
         parse("chunkwise:length=0")
     with pytest.raises(IllegalComposition, match="both bring the select"):
         parse("snapkv + chunkkv + chunkwise")

@@ -59,7 +59,7 @@ def test_what_it_cannot_join_is_refused():
         kvfold.parse("recent").stages()
     with pytest.raises(IllegalComposition, match="both bring the forced stage"):
         kvfold.parse("zap + recent").stages()
-    with pytest.raises(KvfoldError, match="at least 1"):
+    with pytest.raises(KvfoldError, match="recent:tokens is 1 or more, not 0"):
         kvfold.parse("knorm + recent:tokens=0")
     with pytest.raises(BudgetError, match="at least 30"):
         CompressedCache(build("llama"), f"{KNORM} + recent:tokens=30", 20)
