@@ -32,6 +32,7 @@ TESTED_BY = {
     "attention/mask.py": "attention/test_padding.py",
     "cache/byte_count.py": "properties/test_bytes.py",
     "cache/consecutive.py": "methods/test_reindex.py",
+    "cache/evict.py": "methods/test_every_method.py",
     "cache/history.py": "cache/test_continuation.py",
     "cache/layer.py": "cache/test_cache.py",
     "cache/level.py": "methods/test_level.py",
