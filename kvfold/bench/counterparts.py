@@ -36,74 +36,53 @@ from kvfold.methods.zap import Zap
 Press = list[Any]
 
 
-def _votes(method: Any) -> dict[str, Any]:
-    return {"window_size": method.window, "kernel_size": method.kernel}
+def _of(name: str, **arguments: Any) -> Press:
+    return [name, arguments]
+
+
+def _snapkv(method: Any) -> Press:
+    return _of("SnapKVPress", window_size=method.window, kernel_size=method.kernel)
 
 
 # kvpress always pools scores by averages, so a method's `pooling` is not passed on.
 PRESSES: dict[type[Method], Callable[[Any], Press]] = {
-    SnapKV: lambda m: ["SnapKVPress", _votes(m)],
-    PyramidKV: lambda m: ["PyramidKVPress", _votes(m) | {"beta": m.beta}],
-    KNorm: lambda m: ["KnormPress", {}],
-    TOVA: lambda m: ["TOVAPress", {}],
-    Random: lambda m: ["RandomPress", {}],
+    SnapKV: _snapkv,
+    PyramidKV: lambda m: _of("PyramidKVPress", **_snapkv(m)[1], beta=m.beta),
+    KNorm: lambda m: _of("KnormPress"),
+    TOVA: lambda m: _of("TOVAPress"),
+    Random: lambda m: _of("RandomPress"),
     # Scores the prompt only; H2O also evicts while decoding.
-    H2O: lambda m: ["ObservedAttentionPress", {}],
-    StreamingLLM: lambda m: ["StreamingLLMPress", {"n_sink": m.sinks}],
-    AdaKV: lambda m: [
-        "AdaKVPress",
-        {"press": ["SnapKVPress", _votes(m)], "alpha_safeguard": m.floor},
-    ],
-    KVzip: lambda m: [
-        "KVzipPress",
-        {
-            "layerwise": m.level == "uniform",
-            "chunk_size": m.chunk,
-            "kvzip_plus_normalization": m.normalize,
-        },
-    ],
-    KeyDiff: lambda m: ["KeyDiffPress", {}],
-    CUR: lambda m: [
-        "CURPress",
-        {"num_sinks": m.sinks, "leverage_type": m.leverage, "local_window_size": m.local},
-    ],
-    LagKV: lambda m: [
-        "LagKVPress",
-        {"n_sink": m.sinks, "lag_size": m.lag, "cross_scoring": m.cross},
-    ],
-    Leverage: lambda m: ["LeverageScorePress", {"sketch_dimension": m.sketch}],
-    NonCausal: lambda m: ["NonCausalAttnPress", {"chunk_size": m.chunk}],
-    Compactor: lambda m: [
-        "CompactorPress",
-        {
-            "sink_size_start": m.first,
-            "sink_size_end": m.last,
-            "chunk_size": m.chunk,
-            "sketch_dimension": m.sketch,
-            "blending": None if m.blending == REMOVED else m.blending,
-        },
-    ],
-    CriticalKV: lambda m: [
-        "CriticalKVPress",
-        {"press": ["SnapKVPress", _votes(m)], "epsilon": m.epsilon, "first_stage_ratio": m.first},
-    ],
-    ExpectedAttention: lambda m: [
-        "ExpectedAttentionPress",
-        {
-            "n_future_positions": m.future,
-            "n_sink": m.sinks,
-            "use_covariance": m.covariance,
-            "use_vnorm": m.vnorm,
-            "epsilon": m.epsilon,
-        },
-    ],
+    H2O: lambda m: _of("ObservedAttentionPress"),
+    StreamingLLM: lambda m: _of("StreamingLLMPress", n_sink=m.sinks),
+    AdaKV: lambda m: _of("AdaKVPress", press=_snapkv(m), alpha_safeguard=m.floor),
+    KVzip: lambda m: _of(
+        "KVzipPress", layerwise=m.level == "uniform", chunk_size=m.chunk,
+        kvzip_plus_normalization=m.normalize,
+    ),
+    KeyDiff: lambda m: _of("KeyDiffPress"),
+    CUR: lambda m: _of(
+        "CURPress", num_sinks=m.sinks, leverage_type=m.leverage, local_window_size=m.local
+    ),
+    LagKV: lambda m: _of("LagKVPress", n_sink=m.sinks, lag_size=m.lag, cross_scoring=m.cross),
+    Leverage: lambda m: _of("LeverageScorePress", sketch_dimension=m.sketch),
+    NonCausal: lambda m: _of("NonCausalAttnPress", chunk_size=m.chunk),
+    Compactor: lambda m: _of(
+        "CompactorPress", sink_size_start=m.first, sink_size_end=m.last, chunk_size=m.chunk,
+        sketch_dimension=m.sketch, blending=None if m.blending == REMOVED else m.blending,
+    ),
+    CriticalKV: lambda m: _of(
+        "CriticalKVPress", press=_snapkv(m), epsilon=m.epsilon, first_stage_ratio=m.first
+    ),
+    ExpectedAttention: lambda m: _of(
+        "ExpectedAttentionPress", n_future_positions=m.future, n_sink=m.sinks,
+        use_covariance=m.covariance, use_vnorm=m.vnorm, epsilon=m.epsilon,
+    ),
     # Reads the attention module's input, and keeps equally many entries in every head.
-    Zap: lambda m: ["KVzapPress", {"model_type": "linear"}],
-    SimLayerKV: lambda m: [
-        "SimLayerKVPress",
-        {"lazy_threshold": m.threshold, "n_recent": m.window, "n_initial": m.sinks},
-    ],
-}
+    Zap: lambda m: _of("KVzapPress", model_type="linear"),
+    SimLayerKV: lambda m: _of(
+        "SimLayerKVPress", lazy_threshold=m.threshold, n_recent=m.window, n_initial=m.sinks
+    ),
+}  # fmt: skip
 
 
 def press(label: ParticipantLabel, length: int) -> Press | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
@@ -17,60 +17,30 @@ from kvfold.hf.models import text_config
 from kvfold.loading import Loading, device_or_usual, load
 
 _LONG = {"max_position_embeddings": 131072, "pad_token_id": 0, "bos_token_id": 1}
-_LLAMA_3 = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "vocab_size": 128256,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-}
-# Llama configurations; fields not named here have transformers' defaults.
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 256,
-    },
-    "small": {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 1024,
-    },
-    "llama-3.2-1b": _LLAMA_3
-    | {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-2-7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 32000,
-    },
-    "llama-3-8b": _LLAMA_3 | {"hidden_size": 4096, "num_hidden_layers": 32},
+_LLAMA_3 = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
+
+
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    """A Llama configuration of these `_SIZES`; further fields have transformers' defaults."""
+    return dict(zip(_SIZES, sizes, strict=True)) | more
+
+
+SHAPES = {
+    "tiny": _llama(64, 128, 2, 4, 2, 16, 256),
+    "small": _llama(512, 1408, 8, 8, 4, 64, 1024),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 64, 128256, tie_word_embeddings=True, **_LLAMA_3),
+    "llama-2-7b": _llama(4096, 11008, 32, 32, 32, 128, 32000),
+    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128, 128256, **_LLAMA_3),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ModelSource(BaseModel):
+class ModelSource(BaseModel, frozen=True):
     """Origin of a model; another process can rebuild the same one from it."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     dtype: str
@@ -87,10 +57,8 @@ class ModelSource(BaseModel):
         return str(FOLDER) if self.name == "bundled" else self.name
 
 
-class ModelShape(BaseModel):
+class ModelShape(BaseModel, frozen=True):
     """Sizes that determine a model's cost: dimensions, heads, parameters, bytes of the weights."""
-
-    model_config = ConfigDict(frozen=True)
 
     layers: int
     hidden: int

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from kvfold.bench.models import ModelShape
 from kvfold.bench.participants import ParticipantLabel
@@ -14,10 +14,8 @@ from kvfold.errors import KvfoldError
 from kvfold.measure.machine import MachineSetup
 
 
-class BenchCell(BaseModel):
+class BenchCell(BaseModel, frozen=True):
     """A measured workload: model, dtype, prompt length in tokens, batch rows, tokens to decode."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     dtype: str
@@ -31,7 +29,7 @@ class BenchCell(BaseModel):
         return f"{self.name} {self.dtype}, {self.length:,} tokens{rows}"
 
 
-class Measurement(BaseModel):
+class Measurement(BaseModel, frozen=True):
     """Times and memory of one participant in one round.
 
     Time to first token is `prefill_seconds` + `compression_seconds`; observations inside attention
@@ -41,8 +39,6 @@ class Measurement(BaseModel):
     once per session, in a fresh process, and None in the other rounds. `largest_bytes` are the most
     that the cache took after any decode step; None in records of older versions.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     prefill_seconds: float
     compression_seconds: float
@@ -60,14 +56,12 @@ class Measurement(BaseModel):
         return self.prefill_seconds + self.compression_seconds
 
 
-class BenchRecord(BaseModel):
+class BenchRecord(BaseModel, frozen=True, extra="forbid"):
     """Fields common to all records.
 
     Participants of one `session` and `round` ran interleaved, so only their times compare. `at` is
     the UTC time of writing; `baseline` names the full cache's attention kernels.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     session: str
     round: int
@@ -87,7 +81,7 @@ class BenchRecord(BaseModel):
         return ParticipantLabel(self.side, self.method, self.budget, self.compiled)
 
 
-class RoundRecord(BenchRecord):
+class RoundRecord(BenchRecord, frozen=True):
     """One participant in one round of a cell."""
 
     cell: BenchCell

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from kvfold.bench.participants import (
     FULL,
@@ -29,11 +29,9 @@ from kvfold.methods.base import parse
 SIZE_INTERVAL = 64
 
 
-class ThroughputCell(BaseModel):
+class ThroughputCell(BaseModel, frozen=True):
     """A workload: `prompt` and `generated` tokens per row, and the `cap` on weights plus cache in
     bytes."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     dtype: str
@@ -46,13 +44,11 @@ class ThroughputCell(BaseModel):
         return f"{self.name} {self.dtype}, {self.prompt}+{self.generated} tokens"
 
 
-class BatchRun(BaseModel):
+class BatchRun(BaseModel, frozen=True):
     """One run of a batch; `cache_bytes` is the cache's maximum.
 
     `tokens_per_second` counts generated tokens, over prefill and decode.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     batch: int
     cache_bytes: int
@@ -61,7 +57,7 @@ class BatchRun(BaseModel):
     tokens_per_second: float
 
 
-class ThroughputRecord(BenchRecord):
+class ThroughputRecord(BenchRecord, frozen=True):
     """One participant in one round, at the largest batch under the cap."""
 
     load: ThroughputCell

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import source
@@ -17,24 +17,20 @@ FORMS = '"prompt", or "context" and "question", or "messages"'
 Filled = Annotated[str, Field(min_length=1)]
 
 
-class PromptMessage(BaseModel):
+class PromptMessage(BaseModel, frozen=True):
     """A message of a chat."""
-
-    model_config = ConfigDict(frozen=True)
 
     role: Literal["system", "user", "assistant"]
     content: Filled
 
 
-class CheckPrompt(BaseModel):
+class CheckPrompt(BaseModel, frozen=True):
     """One prompt: a user's message, a context with a question about it, or a chat so far.
 
     `spans` are named parts whose retention is measured: a text as it stands in the prompt, or
     offsets `(start, stop)` of characters in `prompt` or `context`. `where` names the source in
     messages. Other fields of a row are ignored.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     prompt: Filled | None = None
     context: Filled | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 from kvfold.checks.reading import MethodAtBudget
 from kvfold.errors import KvfoldError
@@ -18,13 +18,11 @@ FULL = "full"
 KINDS = "forced", "distances", "answer", "leaked"
 
 
-class PromptDistances(BaseModel):
+class PromptDistances(BaseModel, frozen=True):
     """Distance to the full cache at each forced position of a prompt, and the entries kept.
 
     `spans` are the shares of the spans' entries that are stored.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     kl: tuple[float, ...]
     agrees: tuple[bool, ...]
@@ -35,16 +33,14 @@ class PromptDistances(BaseModel):
     spans: dict[str, float] = {}
 
 
-class FreeAnswer(BaseModel):
+class FreeAnswer(BaseModel, frozen=True):
     """Length in tokens of a greedy answer; `ended` if it came to an end before the limit."""
-
-    model_config = ConfigDict(frozen=True)
 
     tokens: int
     ended: bool
 
 
-class CheckRecord(BaseModel):
+class CheckRecord(BaseModel, frozen=True, extra="forbid"):
     """One line of the records file: what was measured of a prompt in one cache.
 
     `run` is the digest of model and protocol, `prompt` that of the prompt, `files` those of what
@@ -53,8 +49,6 @@ class CheckRecord(BaseModel):
     `effects` the mean KL to the same prompt without each span. `leaked` is the ROUGE-L recall of
     each protected text in the answers to attacks.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     prompt: str

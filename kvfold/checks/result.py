@@ -6,17 +6,15 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.evidence.estimates import IntervalEstimate
 from kvfold.measure.machine import MachineSetup
 
 
-class CheckLimits(BaseModel):
+class CheckLimits(BaseModel, frozen=True):
     """Limits of a certificate: KL in nats per position, and the ratio of answer lengths."""
-
-    model_config = ConfigDict(frozen=True)
 
     mean_kl: float = 0.05
     p99_kl: float = 1.0
@@ -24,15 +22,13 @@ class CheckLimits(BaseModel):
     longest: float = 1.25
 
 
-class CheckProtocol(BaseModel):
+class CheckProtocol(BaseModel, frozen=True):
     """Protocol of a check.
 
     `tokens` of the full cache's greedy answer are forced; free answers have at most `limit` tokens.
     A context is compressed before its question is known unless `question_aware`; prompts without a
     question are compressed as a whole. `words` says how leaked texts are split.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     tokens: int
     limit: int
@@ -41,13 +37,11 @@ class CheckProtocol(BaseModel):
     words: str
 
 
-class AnswerLengths(BaseModel):
+class AnswerLengths(BaseModel, frozen=True):
     """Free-running answers of `prompts` prompts: sum of lengths over the full cache's.
 
     `at_limit` and `at_limit_full` are the shares of answers that reach the limit.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     prompts: int
     ratio: IntervalEstimate
@@ -55,29 +49,25 @@ class AnswerLengths(BaseModel):
     at_limit_full: float
 
 
-class SpanRetention(BaseModel):
+class SpanRetention(BaseModel, frozen=True):
     """Means over the prompts that have a span: entries kept, and how much of its effect is left.
 
     `effect` is 1 − d/e, at least 0: d is the mean KL of the compressed cache, e that of the full
     cache without the span. None where e is within the noise.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     kept: float
     effect: float | None
 
 
-class Leakage(BaseModel):
+class Leakage(BaseModel, frozen=True):
     """Mean ROUGE-L recall of a protected text in answers to attacks, compressed and full."""
-
-    model_config = ConfigDict(frozen=True)
 
     recall: float
     recall_full: float
 
 
-class CheckCell(BaseModel):
+class CheckCell(BaseModel, frozen=True):
     """One method at one budget over `prompts` prompts, with 95 % intervals over prompts.
 
     `kl_max` and `first_disagreement` (median over prompts, the number of forced tokens where all
@@ -85,8 +75,6 @@ class CheckCell(BaseModel):
     if the mean KL is below three times that. `bias` is the mean over prompts of the largest minus
     the smallest share kept of a span.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     method: str
     budget: str | None
@@ -107,14 +95,12 @@ class CheckCell(BaseModel):
     leakage: dict[str, Leakage] = {}
 
 
-class Certificate(BaseModel):
+class Certificate(BaseModel, frozen=True):
     """The smallest kept part of a method within the limits, or the reason why there is none.
 
     `found` is the cell of the half of the prompts that the budget was searched on, `held_out` that
     of the other half, which confirmed it or did not. `digest` hashes everything else and the run.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     method: str
     certified: bool
@@ -131,14 +117,12 @@ class Certificate(BaseModel):
         return self.model_copy(update={"digest": sha256(run + said)})
 
 
-class CheckResult(BaseModel):
+class CheckResult(BaseModel, frozen=True):
     """Everything that a check found.
 
     `run` hashes model and protocol; `prompts_digest` the prompts, attacks included; `digest` the
     whole result.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["kvfold check"] = "kvfold check"
     subject: EvaluatedModel

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from kvfold.evidence.intervals import (
     Array,
@@ -58,14 +58,12 @@ class Quartiles:
         return cls(median, low, high)
 
 
-class Estimate(BaseModel):
+class Estimate(BaseModel, frozen=True):
     """A mean over samples, its standard error, and its 95 % confidence limits.
 
     `count` is Kish's effective number of samples, which is n for equal weights. `error` is None for
     one sample; `low` and `high` are None if no interval is known, as for one sample's perplexity.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     value: float
     error: float | None
@@ -74,15 +72,13 @@ class Estimate(BaseModel):
     count: float
 
 
-class PairedDifference(BaseModel):
+class PairedDifference(BaseModel, frozen=True):
     """Mean difference to the full cache on the same samples, and its 95 % confidence limits.
 
     `worse` and `better` count samples that lost or gained quality. `gained` and `lost` are the mean
     gain and loss over all samples, `correlation` is that of the two. The latter three are None for
     a perplexity; the limits are None for one sample's perplexity.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     value: float
     low: float | None

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 import kvfold
 
 
-class MachineSetup(BaseModel):
+class MachineSetup(BaseModel, frozen=True):
     """Hardware, threads and versions; times are only comparable between equal setups."""
-
-    model_config = ConfigDict(frozen=True)
 
     cpu: str
     cores: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from kvfold.budget import Budget
@@ -16,13 +16,11 @@ from kvfold.hf.identity import answering, model_header
 RANDOM, SINKS_AND_RECENT, TRUNCATED, FULL = "random", "streaming_llm", "cut", "full"
 
 
-class EvaluatedModel(BaseModel):
+class EvaluatedModel(BaseModel, frozen=True):
     """The evaluated model; `config`, `weights` and `vocabulary` are hashes.
 
     `answering` is one of RoPE, generation settings and chat template; None in older records.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     config: str
@@ -47,7 +45,7 @@ class EvaluatedModel(BaseModel):
         )
 
 
-class EvalProtocol(BaseModel):
+class EvalProtocol(BaseModel, frozen=True):
     """Protocol of a run.
 
     question_aware: if true, context and question are compressed together, once per question; else
@@ -60,15 +58,13 @@ class EvalProtocol(BaseModel):
         for tasks that compress while the answer is generated; None: the benchmark's own.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     question_aware: bool = False
     history: Literal["own", "gold"] = "own"
     max_length: int
     answer_tokens: int | None = None
 
 
-class EvalCell(BaseModel):
+class EvalCell(BaseModel, frozen=True):
     """Key of a score. Samples with equal cells and numbers are the same sample.
 
     `length` is the token length of generated samples, None for a benchmark's own rows. `data` names
@@ -76,8 +72,6 @@ class EvalCell(BaseModel):
     budget. `files` are digests of what the method reads, such as a fitted scorer, so that another
     file is another cell; records from before they were noted have none.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     subject: EvaluatedModel
     task: str

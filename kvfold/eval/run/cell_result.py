@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.sample_result import SampleResult
@@ -16,7 +16,7 @@ from kvfold.evidence.estimates import Estimate, PairedDifference
 from kvfold.measure.machine import MachineSetup
 
 
-class CellResult(BaseModel):
+class CellResult(BaseModel, frozen=True):
     """The record of one cell.
 
     score: the task's metric in percent, or a perplexity if `lower_is_better`; `scores` has all
@@ -31,8 +31,6 @@ class CellResult(BaseModel):
         answer, counted by reason.
     haystack: name of the text that needles were hidden in, if any.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     cell: EvalCell
     benchmark: str

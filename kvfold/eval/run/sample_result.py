@@ -7,7 +7,7 @@ import hashlib
 import math
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from kvfold.contexts.answer import Ended
@@ -17,7 +17,7 @@ from kvfold.eval.tasks import TaskSample, UnreadableSample
 from kvfold.measure.machine import MachineSetup
 
 
-class ScoredAnswer(BaseModel):
+class ScoredAnswer(BaseModel, frozen=True):
     """One prediction and its scores.
 
     tokens, ended: length of the prediction; its end by end token, stop string or `max_new_tokens`.
@@ -28,8 +28,6 @@ class ScoredAnswer(BaseModel):
     nll: mean negative log-likelihood in nats of a scored text, else None; `tokens` and `weight` are
         then the number of scored tokens.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     prediction: str
     tokens: int
@@ -51,7 +49,7 @@ class ScoredAnswer(BaseModel):
         return cls(prediction="", tokens=count, ended="end", weight=count, nll=mean)
 
 
-class CacheUsage(BaseModel):
+class CacheUsage(BaseModel, frozen=True):
     """Cache size after compression; after the answer in tasks that compress while they answer.
 
     seen: tokens seen.
@@ -61,8 +59,6 @@ class CacheUsage(BaseModel):
         several cells.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     seen: int
     kept: float
     kept_per_layer: tuple[float, ...]
@@ -71,7 +67,7 @@ class CacheUsage(BaseModel):
     peak_bytes: int | None
 
 
-class SampleOutcome(BaseModel):
+class SampleOutcome(BaseModel, frozen=True):
     """Answers, cache usage and times of a sample that ran without error.
 
     `tokens` counts context and first question after truncation, `left_out` the truncated tokens.
@@ -79,8 +75,6 @@ class SampleOutcome(BaseModel):
     multiplications of matrix products; `step_operations` are those of one decode step. They are
     None where they were not counted: on a GPU, and where cells cannot share a prefill.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     answers: tuple[ScoredAnswer, ...]
     tokens: int
@@ -92,14 +86,12 @@ class SampleOutcome(BaseModel):
     step_operations: float | None = None
 
 
-class SampleResult(BaseModel):
+class SampleResult(BaseModel, frozen=True, extra="forbid"):
     """One line of the samples file: sample number `index` in one cell.
 
     `text` is the sample's digest. `error` is the reason if there is no outcome. `at` is the UTC
     time of writing.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cell: EvalCell
     index: int
