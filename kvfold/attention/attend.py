@@ -76,13 +76,7 @@ def attend_and_sum(
     """Observes column sums, and with `squares` their squares, over queries `counted [B, S]`."""
     key, value, stored_mask = _dense(call, store, seen, mask)
     out, sums, of_squares = attend_with_moments(
-        call.query,
-        key,
-        value,
-        stored_mask,
-        squares=squares,
-        counted=counted,
-        **call.logits,
+        call.query, key, value, stored_mask, squares=squares, counted=counted, **call.logits
     )
     return out.transpose(1, 2).contiguous(), call._replace(sums=sums, squares=of_squares)
 
@@ -123,11 +117,7 @@ def attend_and_maximize(
 
 
 def attend_and_watch_row(
-    call: AttentionCall,
-    store: DenseStore,
-    seen: int,
-    mask: Tensor | None,
-    predicted: int | None,
+    call: AttentionCall, store: DenseStore, seen: int, mask: Tensor | None, predicted: int | None
 ) -> Observed:
     """Observes a single query's attention weights; with a `predicted` slot, its products too."""
     hidden = _hidden(call, store, seen, mask)

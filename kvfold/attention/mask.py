@@ -20,11 +20,7 @@ def valid_columns(mask: Tensor) -> Tensor | None:
 
 
 def physical_mask(
-    mask: Tensor | None,
-    columns: Tensor | None,
-    query: Tensor,
-    seen: int,
-    holes: bool | None = None,
+    mask: Tensor | None, columns: Tensor | None, query: Tensor, seen: int, holes: bool | None = None
 ) -> Tensor | None:
     """Mask of stored entries `[B, Hq, S, T]` from a logical mask `[B, 1 or Hq, S, N]`.
 

@@ -22,11 +22,7 @@ from kvfold.cache.barrier import is_too_much
 from kvfold.cache.decode import evict_after_token, evict_one, evicts_one, predicted_slot
 from kvfold.cache.encode import encode_due
 from kvfold.cache.model_binding import ModelBinding
-from kvfold.cache.observe import (
-    check_positions,
-    observation_at,
-    observation_of,
-)
+from kvfold.cache.observe import check_positions, observation_at, observation_of
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.prefill import end_prefill, end_with, size_and_evict
 from kvfold.cache.refit import add_repeated, attention_to_text

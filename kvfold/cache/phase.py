@@ -109,11 +109,7 @@ class Phase:
             log.begin(ids, start, prompt, step == "prefill")
 
     def note_read(
-        self,
-        ids: Tensor,
-        start: int,
-        logits: Tensor | None,
-        tokens: Callable[[], Tensor | None],
+        self, ids: Tensor, start: int, logits: Tensor | None, tokens: Callable[[], Tensor | None]
     ) -> None:
         """Notes that a forward has read `ids [B, S]`, and its `logits [B, S, V]` if a stage does.
 

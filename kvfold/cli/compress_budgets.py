@@ -63,12 +63,7 @@ def compress_to_budgets(
     made: list[dict[str, Any]] = []
     with progress(notes) as bar, watched(network, bar):
         contexts = compress_each(
-            network,
-            tokenizer,
-            text,
-            options.method,
-            list(budgets.values()),
-            **options.reading,
+            network, tokenizer, text, options.method, list(budgets.values()), **options.reading
         )
         for file, context in zip(paths_of(path, list(budgets)), contexts, strict=True):
             context.save(file, codec=options.codec)

@@ -11,13 +11,7 @@ from transformers import PreTrainedModel
 
 from kvfold.bundled import FOLDER
 from kvfold.fitted.file import read_kind
-from kvfold.fitted.numbers import (
-    Fitted,
-    FittedFile,
-    FittedHeads,
-    FittedMoments,
-    FittedScorer,
-)
+from kvfold.fitted.numbers import Fitted, FittedFile, FittedHeads, FittedMoments, FittedScorer
 from kvfold.fitted.of_model import read_fitted
 from kvfold.fitted.sources import KINDS, Sources
 from kvfold.hf.header import digest, digest_of

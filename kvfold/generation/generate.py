@@ -130,11 +130,7 @@ def _assisted(request: Request) -> Any:
     options = after_prompt(request.options, ids[:, :last], request.new)
     with cache.frozen():
         out = stock_generate(
-            model,
-            input_ids=ids[:, -1:],
-            attention_mask=request.mask,
-            **{CACHE: cache},
-            **options,
+            model, input_ids=ids[:, -1:], attention_mask=request.mask, **{CACHE: cache}, **options
         )
     new = out if isinstance(out, Tensor) else out.sequences
     whole = torch.cat([ids[:, :-1], new], 1)

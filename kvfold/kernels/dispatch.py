@@ -101,12 +101,7 @@ def pack_path(rows: Tensor, group: int) -> Path:
 
 
 def columns_path(
-    query: Tensor,
-    value: Tensor,
-    *,
-    masked: bool,
-    squares: bool,
-    **options: Unpack[LogitOptions],
+    query: Tensor, value: Tensor, *, masked: bool, squares: bool, **options: Unpack[LogitOptions]
 ) -> Path:
     """Path for column sums of `query [B, Hq, S, D]` over value `[B, H, T, Dv]`.
 

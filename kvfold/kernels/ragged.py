@@ -28,10 +28,7 @@ PATHS: dict[SegmentPath, Callable[[Tensor, RaggedView, Tensor | None, LogitOptio
 
 
 def attend_to_segments(
-    query: Tensor,
-    stored: RaggedView,
-    mask: Tensor | None,
-    **options: Unpack[LogitOptions],
+    query: Tensor, stored: RaggedView, mask: Tensor | None, **options: Unpack[LogitOptions]
 ) -> Tensor:
     """Attention output `[B, Hq, S, Dv]` of `query [B, Hq, S, D]`.
 

@@ -26,9 +26,7 @@ from kvfold.methods.stages.base import Score as Score
 from kvfold.methods.stages.base import Select as Select
 from kvfold.methods.stages.base import Stages as Stages
 from kvfold.methods.stages.base import TokenPruning as TokenPruning
-from kvfold.methods.stages.when import (
-    AtEnd,
-)
+from kvfold.methods.stages.when import AtEnd
 from kvfold.observers.base import Needs as Needs
 
 

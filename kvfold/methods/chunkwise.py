@@ -9,8 +9,7 @@ from kvfold.methods.stages.select.blocks import best_of_chunks
 
 
 @register(
-    "chunkwise",
-    formula="kept of chunk j: its best (b − forced)·len(j) / n,  of tokens j·length …",
+    "chunkwise", formula="kept of chunk j: its best (b − forced)·len(j) / n,  of tokens j·length …"
 )
 @dataclass(frozen=True)
 class Chunkwise(AddOn):

@@ -6,10 +6,7 @@ from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Stages, register
 
 
-@register(
-    "reindex",
-    formula="position of a head's entry i of m = n − m + i,  when entries leave",
-)
+@register("reindex", formula="position of a head's entry i of m = n − m + i,  when entries leave")
 @dataclass(frozen=True)
 class Reindex(AddOn):
     """Moves the tokens that another method keeps to consecutive positions: "snapkv + reindex".

@@ -46,10 +46,7 @@ def read_and_reconstruct(
 
 
 def reconstruct(
-    model: PreTrainedModel,
-    cache: CompressedCache,
-    input_ids: Tensor,
-    mask: Tensor | None,
+    model: PreTrainedModel, cache: CompressedCache, input_ids: Tensor, mask: Tensor | None
 ) -> None:
     """Sets every layer's reconstruction scores: the maximum attention that each entry receives.
 

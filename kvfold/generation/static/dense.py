@@ -30,11 +30,4 @@ class StaticDense(StaticBuffers):
         return super().update(key_states, value_states)
 
     def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
-        return attend_to_buffers(
-            query,
-            self.keys,
-            self.values,
-            self.visible,
-            self.bias,
-            **options,
-        )
+        return attend_to_buffers(query, self.keys, self.values, self.visible, self.bias, **options)

@@ -19,15 +19,7 @@ from kvfold.methods.stages.refit.base import Refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.select.one_set import Level
-from kvfold.methods.stages.when import (
-    AtEnd,
-    Hold,
-    Once,
-    Positions,
-    Rounds,
-    When,
-    of_old_options,
-)
+from kvfold.methods.stages.when import AtEnd, Hold, Once, Positions, Rounds, When, of_old_options
 from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import window_of
 from kvfold.observers.query_moments import QueryMomentsNeed

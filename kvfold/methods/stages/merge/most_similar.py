@@ -81,11 +81,7 @@ def merge_similar(
 
 
 def merge_apart(
-    eviction: Eviction,
-    *,
-    beta: float = 0.7,
-    weights: Weights = "softmax",
-    decide: Decide = "head",
+    eviction: Eviction, *, beta: float = 0.7, weights: Weights = "softmax", decide: Decide = "head"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `merge_similar`, but keys merge by cosines of keys, and values by cosines of values.
 

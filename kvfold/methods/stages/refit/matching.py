@@ -28,11 +28,7 @@ from kvfold.kernels.partial_attention import (
     part_logits,
 )
 from kvfold.methods.stages.refit.base import Compaction, Refitted
-from kvfold.methods.stages.refit.least_squares import (
-    largest_eigenvalue,
-    nonnegative,
-    ridge_towards,
-)
+from kvfold.methods.stages.refit.least_squares import largest_eigenvalue, nonnegative, ridge_towards
 from kvfold.observers.references import RowReferences
 
 Target = Literal["whole", "block"]

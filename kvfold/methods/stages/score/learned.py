@@ -76,10 +76,7 @@ class LayerScorer:
     def _scaled(self) -> tuple[Tensor, Tensor]:
         """Weights `[H, F]` and projections `[H, F, P]` of features that are not scaled."""
         size = self.scales.shape[-1]
-        return (
-            self.weights[:, :size] / self.scales,
-            self.projections / self.scales[..., None],
-        )
+        return (self.weights[:, :size] / self.scales, self.projections / self.scales[..., None])
 
     def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
         """Scores `[B, H, T]`, float32, of un-rotated keys `[B, H, T, D]` and values `[…, Dv]`."""
