@@ -18,8 +18,9 @@ from pydantic import Field
 from kvfold.eval.metrics.infinitebench import METRICS
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Question, Task, TaskSample, by_note
-from kvfold.eval.tasks.infinitebench_prompts import PROMPTS
+from kvfold.eval.tasks.prompts import prompts_of
 
+PROMPTS = prompts_of("infinitebench")
 QUESTION_FIRST = frozenset({"math_find", "code_run"})
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
 # JSON types of labels; texts of the other tasks.
@@ -85,11 +86,11 @@ def label(task: str, row: _InfiniteBenchRow) -> Any:
 
 
 def _convert(task: str, row: _InfiniteBenchRow) -> TaskSample:
-    prompt = PROMPTS[task]
+    prompt, (before, after) = PROMPTS[task], PROMPTS[task].parts
     fields, expected = _fields(task, row), label(task, row)
     answers = expected if isinstance(expected, list) else [expected]
     question = Question(
-        prompt.after.format_map(fields),
+        after.format_map(fields),
         tuple(str(answer) for answer in answers),
         prompt.max_new_tokens,
         prompt.answer_prefix.format_map(fields),
@@ -98,7 +99,7 @@ def _convert(task: str, row: _InfiniteBenchRow) -> TaskSample:
     return TaskSample(
         f"infinitebench_{task}",
         0,
-        prompt.before.format_map(fields) + row.context,
+        before.format_map(fields) + row.context,
         (question,),
         metadata={"question_first": task in QUESTION_FIRST},
     )

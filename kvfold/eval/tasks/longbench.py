@@ -17,9 +17,9 @@ from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import longbench as metrics
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
-from kvfold.eval.tasks.longbench_prompts import GROUPS, MAX_NEW_TOKENS, PROMPTS
+from kvfold.eval.tasks.prompts import prompts_of
 
-HUB = "THUDM/LongBench"
+HUB, PROMPTS = "THUDM/LongBench", prompts_of("longbench")
 # Tasks prompted without a chat template: few-shot lists and code, which the model continues.
 NO_CHAT = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 LONGBENCH_E = (
@@ -42,11 +42,11 @@ def bucket(words: int) -> str:
 
 
 def _convert(name: str, task: str, row: _LongBenchRow) -> TaskSample:
-    before, after = PROMPTS[task].split("{context}")
+    before, after = PROMPTS[task].parts
     question = Question(
         after.replace("{input}", row.input),
         tuple(row.answers),
-        MAX_NEW_TOKENS[task],
+        PROMPTS[task].max_new_tokens,
         metadata={"classes": row.all_classes},
     )
     known = {} if row.length is None else {"words": row.length, "bucket": bucket(row.length)}
@@ -90,10 +90,10 @@ def _task(task: str, extended: bool) -> Task:
         scores["code_sim_rapidfuzz"] = partial(_score, task, "code_sim_rapidfuzz")
     return Task(
         name,
-        f"{GROUPS[task]}, {'by length' if extended else 'LongBench'}",
+        f"{PROMPTS[task].group}, {'by length' if extended else 'LongBench'}",
         "THUDM/LongBench, arXiv 2308.14508",
         "longbench_e" if extended else "longbench",
-        GROUPS[task],
+        PROMPTS[task].group,
         partial(_samples, name, task, f"{task}_e" if extended else task),
         scores,
         truncation="middle",

@@ -26,41 +26,9 @@ from kvfold.eval.tasks.base import (
     UnreadableSample,
     by_note,
 )
-from kvfold.eval.tasks.infinitebench_prompts import PromptTemplate
+from kvfold.eval.tasks.prompts import prompts_of
 
-_KEY = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-_READ = "Read the book and answer the question."
-_CHOICES = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"
-
-# `before` precedes the context, `after` is one query.
-PROMPTS: dict[str, PromptTemplate] = {
-    "kv": PromptTemplate(_KEY, "{input}", "", 150, "many needles", "keys of one JSON object"),
-    "prefix_suffix": PromptTemplate(
-        "", "{input}", "", 150, "many needles", "strings by their ends",
-    ),
-    "vt": PromptTemplate("", "{input}", "", 30, "tracing", "variables that follow from a value"),
-    "qa_eng": PromptTemplate(
-        f"{_READ} Be very concise in your answer.\n\n", "Question: {input}", "\nAnswer:", 40,
-        "question answering", "questions about one novel",
-    ),
-    "qa_chn": PromptTemplate(
-        "阅读以下书籍然后回答问题。\n\n", "问题：{input}", "\n答案：", 40,
-        "question answering", "questions about one Chinese novel",
-    ),
-    "choice_eng": PromptTemplate(
-        f"{_READ}\n\n", _CHOICES, "\n\nThe the correct answer is", 40,
-        "question answering", "four options about one novel",
-    ),
-    "many_shot": PromptTemplate("", "{input}", "", 10, "few-shot", "labels after many examples"),
-    "mf": PromptTemplate(
-        "{first}\n\n", "{ask}\n\n{input}", "", 5, "aggregation", "extremes of one list",
-    ),
-    "summary": PromptTemplate(
-        "", "{input}", "", 200, "summarisation", "documents out of one collection",
-    ),
-}  # fmt: skip
-
-
+PROMPTS = prompts_of("scbench")
 # JSON types of labels; texts of the other tasks.
 LABELS = {
     "qa_eng": "text, number or truth value",
@@ -107,25 +75,20 @@ def _label(task: str, turn: _Turn) -> Any:
 
 
 def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskSample:
-    prompt = PROMPTS[task]
+    prompt, (before, after) = PROMPTS[task], PROMPTS[task].parts
     questions = []
     for turn in row.multi_turns:
-        label, text = _label(task, turn), prompt.after.format_map(_fields(task, row, turn))
+        label, text = _label(task, turn), after.format_map(_fields(task, row, turn))
         answers = tuple(str(value) for value in label)
-        questions.append(
-            Question(
-                f"\n\n{text}",
-                answers,
-                prompt.max_new_tokens,
-                prompt.answer_prefix,
-                {"label": label},
-            )
+        asked = Question(
+            text, answers, prompt.max_new_tokens, prompt.answer_prefix, {"label": label}
         )
+        questions.append(asked)
     fields = _fields(task, row, row.multi_turns[0])
     return TaskSample(
         f"scbench_{task}",
         0,
-        prompt.before.format_map(fields) + row.context,
+        before.format_map(fields) + row.context,
         tuple(questions),
         conversation=conversation,
         metadata={"question_first": task == "mf"},

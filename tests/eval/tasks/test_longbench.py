@@ -3,12 +3,14 @@
 
 from kvfold.eval.metrics import longbench as longbench_metrics
 from kvfold.eval.tasks import UnreadableSample
-from kvfold.eval.tasks.longbench_prompts import MAX_NEW_TOKENS, PROMPTS
+from kvfold.eval.tasks.longbench import PROMPTS as TASK_PROMPTS
 from tests.helpers.tasks import ALL, longbench_row, read
+
+PROMPTS = {task: each.prompt for task, each in TASK_PROMPTS.items()}
 
 
 def test_longbench_prompts_are_split_where_the_context_ends(tmp_path):
-    assert len(PROMPTS) == len(MAX_NEW_TOKENS) == len(longbench_metrics.METRICS) == 21
+    assert len(PROMPTS) == len(longbench_metrics.METRICS) == 21
     for task, prompt in PROMPTS.items():
         row = longbench_row(task)
         (record,) = read(f"longbench_{task}", [row], tmp_path)
@@ -16,7 +18,7 @@ def test_longbench_prompts_are_split_where_the_context_ends(tmp_path):
         assert record.prompt(question) == prompt.format(context=row["context"], input=row["input"])
         assert record.context.endswith(row["context"])
         assert question.answers == ("Bob", "Robert")
-        assert question.max_new_tokens == MAX_NEW_TOKENS[task]
+        assert question.max_new_tokens == TASK_PROMPTS[task].max_new_tokens
 
 
 def test_oddities_of_longbenchs_prompts():
