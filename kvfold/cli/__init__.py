@@ -160,20 +160,13 @@ def program(
     """A KV cache that stays small: compression methods for Hugging Face models, measured."""
 
 
-app.command("demo")(demo.command)
-app.command("run")(takes_methods(run.command))
-app.command("compress")(takes_methods(compress.command))
-app.command("ask")(takes_methods(ask.command))
-app.command("info")(info.command)
-app.command("fit")(takes_methods(fit.command))
-app.command("eval")(takes_methods(eval.command))
-app.command("check")(takes_methods(check.command))
-app.command("inspect")(takes_methods(inspect.command))
-app.command("methods")(takes_methods(methods.command))
-app.command("tasks")(tasks.command)
-app.command("bench")(takes_methods(bench.command))
-app.command("report")(report.command)
-app.command("serve")(takes_methods(serve.command))
+PLAIN = (demo, info, tasks, report)  # they run no methods of the user's own
+# In the order of the help.
+for _module in (
+    demo, run, compress, ask, info, fit, eval, check, inspect, methods, tasks, bench, report, serve,
+):  # fmt: skip
+    _run = _module.command if _module in PLAIN else takes_methods(_module.command)
+    app.command(_module.__name__.rpartition(".")[2])(_run)
 
 
 def main() -> None:

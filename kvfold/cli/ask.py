@@ -9,28 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from kvfold.cli import options
 from kvfold.cli.console import stats_json
-from kvfold.cli.options import (
-    AllowLonger,
-    Encoding,
-    Json,
-    MaxNewTokens,
-    SamplingOptions,
-    SpecialTokens,
-    TemplateArguments,
-    loading,
-    read_text,
-    sampling,
-    template_arguments,
-    with_options,
-)
 from kvfold.cli.run import show
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 
 
-@with_options(loading=loading, sampling=sampling)
+@options.with_options(loading=options.loading, sampling=options.sampling)
 def command(
     model: Annotated[str, typer.Argument(help="The model that compressed the document.")],
     context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
@@ -40,18 +27,18 @@ def command(
             metavar="QUESTION", help="The question; - is standard input.", show_default=False
         ),
     ] = None,
-    encoding: Encoding = "utf-8",
-    max_new_tokens: MaxNewTokens = 64,
+    encoding: options.Encoding = "utf-8",
+    max_new_tokens: options.MaxNewTokens = 64,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
     ] = None,
-    special_tokens: SpecialTokens = False,
-    allow_longer: AllowLonger = False,
-    template: TemplateArguments = None,
-    as_json: Json = False,
+    special_tokens: options.SpecialTokens = False,
+    allow_longer: options.AllowLonger = False,
+    template: options.TemplateArguments = None,
+    as_json: options.Json = False,
     *,
     loading: Loading,
-    sampling: SamplingOptions,
+    sampling: options.SamplingOptions,
 ) -> None:
     """Ask a compressed document a question; the answer is streamed."""
     asked = _asked(model, question, encoding)
@@ -62,14 +49,14 @@ def command(
     check_method(context)
     network, tokenizer = load(model, loading, among_ranks=True)
     held = kvfold.load(context, network, tokenizer)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop or ()}
-    options |= {"special_tokens": special_tokens, "allow_longer": allow_longer}
-    options |= sampling.options() | {"template": template_arguments(template)}
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop or ()}
+    how |= {"special_tokens": special_tokens, "allow_longer": allow_longer}
+    how |= sampling.options() | {"template": options.template_arguments(template)}
     if as_json:
-        print_json({"answer": held.ask(asked, **options), "stats": stats_json(held.stats())})
+        print_json({"answer": held.ask(asked, **how), "stats": stats_json(held.stats())})
         return
     out = console()
-    for piece in held.stream(asked, **options):
+    for piece in held.stream(asked, **how):
         show(out, piece)
     out.print()
 
@@ -85,4 +72,4 @@ def _asked(model: str, question: str | None, encoding: str) -> str:
         )
     if question is None:
         raise KvfoldError("there is no question: kvfold ask MODEL FILE QUESTION")
-    return read_text(Path(question), encoding) if question == "-" else question
+    return options.read_text(Path(question), encoding) if question == "-" else question

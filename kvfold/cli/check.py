@@ -11,18 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvfold.cli import options
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
-from kvfold.cli.options import (
-    AllowLonger,
-    Force,
-    Json,
-    ModelName,
-    QuestionAware,
-    loading,
-    read_text,
-    with_options,
-)
 from kvfold.evidence.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
@@ -34,9 +25,9 @@ if TYPE_CHECKING:
 RESULT, PAGE = "check.json", "index.html"
 
 
-@with_options(loading=loading)
+@options.with_options(loading=options.loading)
 def command(
-    model: ModelName,
+    model: options.ModelName,
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -49,7 +40,7 @@ def command(
     budgets: Annotated[
         str, typer.Option(help="Budgets of the table; the certificate's is searched for.")
     ] = "0.5,0.2",
-    question_aware: QuestionAware = False,
+    question_aware: options.QuestionAware = False,
     tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of the full cache's answer that are forced.")
     ] = 64,
@@ -65,12 +56,11 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the two halves and of random methods.")] = 0,
     out: Annotated[
-        Path,
-        typer.Option("--out", "-o", file_okay=False, help="Folder of results; a rerun resumes."),
+        Path, options.out_option(file_okay=False, help="Folder of results; a rerun resumes.")
     ] = Path("kvfold-check"),
-    force: Force = False,
-    allow_longer: AllowLonger = False,
-    as_json: Json = False,
+    force: options.Force = False,
+    allow_longer: options.AllowLonger = False,
+    as_json: options.Json = False,
     *,
     loading: Loading,
 ) -> None:
@@ -108,7 +98,7 @@ def command(
         )
     given = prompts_of(prompts)
     several(given)
-    lines = [ATTACK] if attacks is None else read_text(attacks).splitlines()
+    lines = [ATTACK] if attacks is None else options.read_text(attacks).splitlines()
     requests = [each for each in lines if each.strip()]
     check_name(model, loading)
     network, tokenizer = load(model, loading)

@@ -48,7 +48,4 @@ def _nats(kl: float) -> str:
 
 def spans_table(result: CheckResult) -> Table:
     """A row per cell and span: entries kept, effect left, and recall in answers to attacks."""
-    shown = table("spans", *SPANS, right=("budget", *SPANS[3:]))
-    for row in span_rows(result):
-        shown.add_row(*row)
-    return shown
+    return table("spans", *SPANS, right=("budget", *SPANS[3:]), rows=span_rows(result))

@@ -12,31 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kvfold.cli import options
 from kvfold.cli.compress_budgets import budgets_of, compress_to_budgets, paths_of
 from kvfold.cli.console import kept_per_layer, progress, say_ask, stats_json, watched
-from kvfold.cli.options import (
-    BUDGET_HELP,
-    AllowLonger,
-    CodecText,
-    Compress,
-    Encoding,
-    Force,
-    Json,
-    LevelRule,
-    MethodText,
-    ModelName,
-    PrefillChunk,
-    SpecialTokens,
-    SystemText,
-    TemplateArguments,
-    checked,
-    loading,
-    read_text,
-    read_with,
-    refuse_given,
-    template_arguments,
-    with_options,
-)
 from kvfold.errors import KvfoldError
 from kvfold.evidence.outputs import check_apart
 from kvfold.evidence.tables import size, table
@@ -58,27 +36,24 @@ OF_TEXTS = (
 )  # fmt: skip
 
 
-@with_options(loading=loading)
+@options.with_options(loading=options.loading)
 def command(
     ctx: typer.Context,
-    model: ModelName,
+    model: options.ModelName,
     documents: Annotated[
         list[Path],
         typer.Argument(help="Text files; - is standard input; a context file, with --level."),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="File to write; for several documents, a folder.",
-            show_default="*.kvfold",
+        options.out_option(
+            help="File to write; for several documents, a folder.", show_default="*.kvfold"
         ),
     ] = None,
-    method: MethodText = "kvzip",
+    method: options.MethodText = "kvzip",
     budget: Annotated[
         str | None,
-        typer.Option(help=BUDGET_HELP, show_default=f"{BUDGET}, if the method takes one"),
+        typer.Option(help=options.BUDGET_HELP, show_default=f"{BUDGET}, if the method takes one"),
     ] = None,
     budgets: Annotated[
         str | None,
@@ -89,24 +64,24 @@ def command(
         typer.Option("--keep-scores", help="Keep scores, by which the context can shrink later."),
     ] = False,
     level: Annotated[
-        LevelRule | None,
+        options.LevelRule | None,
         typer.Option(help="One set of tokens for all heads, as vLLM's pages need; reads twice."),
     ] = None,
-    codec: CodecText = None,
-    encoding: Encoding = "utf-8",
-    prefill_chunk: PrefillChunk = None,
-    compress: Compress = "at_end",
+    codec: options.CodecText = None,
+    encoding: options.Encoding = "utf-8",
+    prefill_chunk: options.PrefillChunk = None,
+    compress: options.Compress = "at_end",
     seed: Annotated[int, typer.Option(help="Seed of random methods.")] = 0,
     ray: Annotated[
         str | None,
         typer.Option(help="Compress several documents on the Ray cluster at this address."),
     ] = None,
-    special_tokens: SpecialTokens = False,
-    allow_longer: AllowLonger = False,
-    force: Force = False,
-    system: SystemText = None,
-    template: TemplateArguments = None,
-    as_json: Json = False,
+    special_tokens: options.SpecialTokens = False,
+    allow_longer: options.AllowLonger = False,
+    force: options.Force = False,
+    system: options.SystemText = None,
+    template: options.TemplateArguments = None,
+    as_json: options.Json = False,
     *,
     loading: Loading,
 ) -> None:
@@ -127,13 +102,13 @@ def command(
     if any(path.suffix == SUFFIX for path in documents):
         job = _of_file(documents, out, level, prefill_chunk, codec)
         why = "a context file is read again by a method and a budget of its own"
-        refuse_given(ctx, OF_TEXTS, why)
+        options.refuse_given(ctx, OF_TEXTS, why)
         if _is_there(job.path, force):
             job.check_there()
         return _compress_one(notes, model, loading, job, as_json)
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
-    chosen, limit = checked(method, budget or usual)
+    chosen, limit = options.checked(method, budget or usual)
     check_reusable(chosen)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
@@ -145,7 +120,7 @@ def command(
         level_of(chosen, level)
     if codec is not None:
         codec_of(codec)
-    options = CompressOptions(
+    request = CompressOptions(
         chosen,
         limit,
         prefill_chunk,
@@ -157,34 +132,34 @@ def command(
         codec,
         level,
         system,
-        template_arguments(template),
+        options.template_arguments(template),
     )
     if budgets is not None:
         if len(documents) > 1 or ray is not None or budget is not None or level is not None:
             raise KvfoldError("--budgets is for one document, without --budget, --level and --ray")
         path, limits = _file(documents[0], out), budgets_of(method, budgets)
         paths = paths_of(path, list(limits))
-        check_apart(paths, read_with(chosen, documents))
-        text = read_text(documents[0], encoding)
+        check_apart(paths, options.read_with(chosen, documents))
+        text = options.read_text(documents[0], encoding)
         there = []
         for each, part in zip(paths, limits.values(), strict=True):
             if _is_there(each, force):
-                there.append(CompressJob(text, each, replace(options, budget=part)))
+                there.append(CompressJob(text, each, replace(request, budget=part)))
                 check_options(each, there[-1].options)
-        compress_to_budgets(notes, model, loading, text, path, limits, options, there, as_json)
+        compress_to_budgets(notes, model, loading, text, path, limits, request, there, as_json)
     elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
-        check_apart([path], read_with(chosen, documents))
-        text = read_text(documents[0], encoding)
-        made = CompressJob(text, path, options)
+        check_apart([path], options.read_with(chosen, documents))
+        text = options.read_text(documents[0], encoding)
+        made = CompressJob(text, path, request)
         before = [made] if _is_there(path, force) else []
         if before:
-            check_options(path, options)
+            check_options(path, request)
         _compress_one(notes, model, loading, made, as_json, before)
     else:
         from kvfold.cli.compress_many import compress_many
 
-        compress_many(notes, model, loading, documents, encoding, out, options, ray, force, as_json)
+        compress_many(notes, model, loading, documents, encoding, out, request, ray, force, as_json)
 
 
 def _of_file(
@@ -279,8 +254,6 @@ def _compress_one(
         own, kl = context.level.own, context.level.kl
         rows.append(("entries of a head by itself", f"{own:,.1f}"))
         rows.append((f"mean KL to that, {context.level.measured} tokens", f"{kl:.3g}"))
-    made = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
-    for row in rows:
-        made.add_row(*row)
-    console().print(made)
+    title = f"{stats.method}, budget {stats.budget}"
+    console().print(table(title, "what", "measured", right=["measured"], rows=rows))
     say_ask(model, path)

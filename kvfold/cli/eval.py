@@ -16,17 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.cli import options
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import counted
-from kvfold.cli.options import (
-    Json,
-    ModelOption,
-    ModelPlace,
-    QuestionAware,
-    loading,
-    model_of,
-    with_options,
-)
 from kvfold.errors import KvfoldError
 from kvfold.evidence.tables import table
 from kvfold.loading import Loading, load
@@ -44,12 +36,12 @@ if TYPE_CHECKING:
     from kvfold.jobs.executor import RunJobs
 
 
-@with_options(loading=loading)
+@options.with_options(loading=options.loading)
 def command(
     task: Annotated[
         str, typer.Option("--tasks", help='Tasks or benchmarks: "ruler,niah", "kv_retrieval".')
     ],
-    place: ModelPlace = None,
+    place: options.ModelPlace = None,
     methods: Annotated[
         str, typer.Option(help='"snapkv,pyramidkv:window=8,snapkv + kivi"; see `kvfold methods`.')
     ] = "snapkv,pyramidkv,kvzip",
@@ -66,8 +58,8 @@ def command(
             show_default="a power of two, a quarter of what the model reads",
         ),
     ] = None,
-    named: ModelOption = None,
-    question_aware: QuestionAware = False,
+    named: options.ModelOption = None,
+    question_aware: options.QuestionAware = False,
     conversation: Annotated[
         bool, typer.Option("--conversation", help="SCBench's queries as turns of a conversation.")
     ] = False,
@@ -116,10 +108,9 @@ def command(
         str | None, typer.Option(help="Evaluate on the Ray cluster at this address.")
     ] = None,
     out: Annotated[
-        Path,
-        typer.Option("--out", "-o", file_okay=False, help="Folder of records; a rerun resumes."),
+        Path, options.out_option(file_okay=False, help="Folder of records; a rerun resumes.")
     ] = Path("kvfold-eval"),
-    as_json: Json = False,
+    as_json: options.Json = False,
     *,
     loading: Loading,
 ) -> None:
@@ -129,7 +120,7 @@ def command(
     Contexts are compressed before any question is known, unless --question-aware. `kvfold report`
     turns the records into tables, pictures and a page.
     """
-    screen, model = messages(as_json), model_of(place, named)
+    screen, model = messages(as_json), options.model_of(place, named)
     with screen.status("importing torch and transformers"):
         from kvfold.eval.evaluate import readable_tokens, usual_length, with_data
         from kvfold.eval.run import plan as planning

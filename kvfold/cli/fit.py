@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvfold.cli import options
 from kvfold.cli.console import progress
-from kvfold.cli.options import (
-    Encoding,
-    Force,
-    Json,
-    ModelName,
-    checked_seed,
-    loading,
-    read_text,
-    refuse_given,
-    with_options,
-)
 from kvfold.errors import KvfoldError
 from kvfold.evidence.outputs import check_apart
 from kvfold.evidence.tables import table
@@ -38,10 +28,10 @@ if TYPE_CHECKING:
 WORDS = 740  # about a thousand tokens of English
 
 
-@with_options(loading=loading)
+@options.with_options(loading=options.loading)
 def command(
     ctx: typer.Context,
-    model: ModelName,
+    model: options.ModelName,
     texts: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
     scorer: Annotated[
         str,
@@ -55,10 +45,8 @@ def command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="What is written; by default scorer.safetensors, or the fitted method's name.",
+        options.out_option(
+            help="What is written; by default scorer.safetensors, or the fitted method's name."
         ),
     ] = None,
     passages: Annotated[
@@ -71,12 +59,12 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a fit that was stopped.")
     ] = False,
-    force: Force = False,
+    force: options.Force = False,
     seed: Annotated[
-        int, typer.Option(help="Of passages and projections.", callback=checked_seed)
+        int, typer.Option(help="Of passages and projections.", callback=options.checked_seed)
     ] = 0,
-    encoding: Encoding = "utf-8",
-    as_json: Json = False,
+    encoding: options.Encoding = "utf-8",
+    as_json: options.Json = False,
     *,
     loading: Loading,
 ) -> None:
@@ -93,7 +81,7 @@ def command(
     if codec not in (None, "kvtc"):
         raise KvfoldError(f"kvtc is the codec that is fitted, not {codec}")
     if codec is not None:
-        refuse_given(ctx, ["scorer"], "--codec fits a codec and no scorer")
+        options.refuse_given(ctx, ["scorer"], "--codec fits a codec and no scorer")
     scorer = codec or with_known_names(scorer)
     other = other_fit(scorer)
     method, target = method_and_target(scorer)
@@ -108,7 +96,7 @@ def command(
     check_fit_place(out)
     if len([path for path in texts if str(path) == "-"]) > 1:
         raise KvfoldError("standard input is read once: name one -")
-    whole = [read_text(path, encoding) for path in texts]
+    whole = [options.read_text(path, encoding) for path in texts]
     read = drawn(whole, passages, words, seed)
     there = not force and has_content(out)
     request = request_of(method, target, read, seed if other is None else 0)

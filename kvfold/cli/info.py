@@ -28,10 +28,8 @@ def command(
     if as_json:
         print_json({"bytes": context.stat().st_size, **header.model_dump(exclude={"checksums"})})
         return
-    shown = table(str(context), "what", "value")
-    for row in [*_content(header), ("bytes of the file", size(context.stat().st_size))]:
-        shown.add_row(*row)
-    console().print(shown)
+    rows = [*_content(header), ("bytes of the file", size(context.stat().st_size))]
+    console().print(table(str(context), "what", "value", rows=rows))
 
 
 def _content(header: Header) -> list[tuple[str, str]]:

@@ -13,21 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvfold.cli import options
 from kvfold.cli.console import progress
-from kvfold.cli.options import (
-    BUDGET_HELP,
-    AllowLonger,
-    Encoding,
-    ModelOption,
-    ModelPlace,
-    TextFile,
-    TextOption,
-    checked,
-    loading,
-    model_of,
-    text_of,
-    with_options,
-)
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console
@@ -47,36 +34,32 @@ PAGE = "index.html"
 PICTURES = ("attention.png", "variance.png", "lazy.png", "norms.png", "kept.png")
 
 
-@with_options(loading=loading)
+@options.with_options(loading=options.loading)
 def command(
-    place: ModelPlace = None,
-    named: ModelOption = None,
+    place: options.ModelPlace = None,
+    named: options.ModelOption = None,
     methods: Annotated[
         str, typer.Option(help="Methods to compare, separated by commas.")
     ] = "snapkv,pyramidkv,kvzip,d2o",
-    budget: Annotated[str, typer.Option(help=BUDGET_HELP)] = "0.2",
-    prompt: TextOption = None,
-    file: TextFile = None,
-    encoding: Encoding = "utf-8",
+    budget: Annotated[str, typer.Option(help=options.BUDGET_HELP)] = "0.2",
+    prompt: options.TextOption = None,
+    file: options.TextFile = None,
+    encoding: options.Encoding = "utf-8",
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            file_okay=False,
-            help="Folder to write to.",
-            show_default=f"a new {FOLDER}",
+        options.out_option(
+            file_okay=False, help="Folder to write to.", show_default=f"a new {FOLDER}"
         ),
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the generated text and of random methods.")
     ] = 0,
-    allow_longer: AllowLonger = False,
+    allow_longer: options.AllowLonger = False,
     *,
     loading: Loading,
 ) -> None:
     """Inspect a model: attention heatmaps, variance, lazy layers, tokens kept by each method."""
-    model, text = model_of(place, named), text_of(prompt, file, encoding)
+    model, text = options.model_of(place, named), options.text_of(prompt, file, encoding)
     screen = console()
     with screen.status("importing torch and transformers"):
         import kvfold
@@ -87,7 +70,7 @@ def command(
     # Refused here, before a large model is loaded.
     compared, limit = names(methods), kvfold.Budget.of(budget)
     for each in compared:
-        checked(each, budget if kvfold.parse(each).takes_budget else None)
+        options.checked(each, budget if kvfold.parse(each).takes_budget else None)
     folder = _folder(out)
     network, tokenizer = load(model, loading)
     _check(network, tokenizer, compared, limit)

@@ -86,6 +86,7 @@ def _of(panel: str) -> Any:
     return functools.partial(typer.Option, rich_help_panel=panel)
 
 
+out_option = functools.partial(typer.Option, "--out", "-o")
 _of_model, _of_sampling = _of("How the model is loaded"), _of("How tokens are chosen")
 _DTYPES = "Of the weights; auto: as in the checkpoint."
 _TRUST = "Run model code that comes with the checkpoint."

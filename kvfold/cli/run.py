@@ -11,30 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cache.stats import OVER_BUDGET
+from kvfold.cli import options
 from kvfold.cli.console import kept_per_layer, stats_json
-from kvfold.cli.options import (
-    AllowLonger,
-    BudgetText,
-    Compress,
-    Encoding,
-    Json,
-    MaxNewTokens,
-    MethodText,
-    ModelName,
-    PrefillChunk,
-    SamplingOptions,
-    SpecialTokens,
-    SystemText,
-    TemplateArguments,
-    TextFile,
-    TextOption,
-    checked,
-    loading,
-    sampling,
-    template_arguments,
-    text_of,
-    with_options,
-)
 from kvfold.errors import KvfoldError
 from kvfold.evidence.tables import seconds, size, table
 from kvfold.loading import Loading, load
@@ -48,20 +26,20 @@ if TYPE_CHECKING:
     from kvfold.cli.streamed_answer import TokenTimer
 
 
-@with_options(loading=loading, sampling=sampling)
+@options.with_options(loading=options.loading, sampling=options.sampling)
 def command(
-    model: ModelName,
-    method: MethodText = "snapkv",
-    budget: BudgetText = None,
-    prompt: TextOption = None,
-    file: TextFile = None,
-    encoding: Encoding = "utf-8",
-    system: SystemText = None,
+    model: options.ModelName,
+    method: options.MethodText = "snapkv",
+    budget: options.BudgetText = None,
+    prompt: options.TextOption = None,
+    file: options.TextFile = None,
+    encoding: options.Encoding = "utf-8",
+    system: options.SystemText = None,
     chat: Annotated[
         bool | None,
         typer.Option(help="Put the prompt into the chat template.", show_default="if there is one"),
     ] = None,
-    max_new_tokens: MaxNewTokens = 64,
+    max_new_tokens: options.MaxNewTokens = 64,
     every: Annotated[
         int | None,
         typer.Option(min=1, help="Generated tokens after which the cache is back at its size."),
@@ -69,21 +47,21 @@ def command(
     max_cache_tokens: Annotated[
         int | None, typer.Option(min=2, help="Most entries per layer and KV head while answering.")
     ] = None,
-    prefill_chunk: PrefillChunk = None,
-    compress: Compress = "at_end",
-    special_tokens: SpecialTokens = False,
-    allow_longer: AllowLonger = False,
-    template: TemplateArguments = None,
-    as_json: Json = False,
+    prefill_chunk: options.PrefillChunk = None,
+    compress: options.Compress = "at_end",
+    special_tokens: options.SpecialTokens = False,
+    allow_longer: options.AllowLonger = False,
+    template: options.TemplateArguments = None,
+    as_json: options.Json = False,
     *,
     loading: Loading,
-    sampling: SamplingOptions,
+    sampling: options.SamplingOptions,
 ) -> None:
     """Generate with a compressed cache; print kept entries, bytes and times.
 
     The answer is streamed; Ctrl-C ends it.
     """
-    text, arguments = text_of(prompt, file, encoding), template_arguments(template)
+    text, arguments = options.text_of(prompt, file, encoding), options.template_arguments(template)
     if text is None:
         raise KvfoldError("give the prompt as --prompt TEXT or as --file PATH")
     notes = messages(as_json)
@@ -92,7 +70,7 @@ def command(
         from kvfold.cli.streamed_answer import streamed_answer
         from kvfold.generation.pieces import check_per_chunk
     # Refused here, before a large model is loaded.
-    chosen, limit = checked(method, budget, every, max_cache_tokens)
+    chosen, limit = options.checked(method, budget, every, max_cache_tokens)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
     # transformers shows its own progress.
@@ -187,8 +165,7 @@ def _after_system(
 
 def costs(stats: Stats, clock: TokenTimer) -> Table:
     """Table of kept entries, bytes and times."""
-    shown = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
-    rows: list[tuple[str, Any]] = [("tokens seen", f"{stats.seen:,}")]
+    rows = [("tokens seen", f"{stats.seen:,}")]
     rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]
     rows += [
         ("kept of all entries", f"{stats.kept_fraction:.1%}"),
@@ -198,8 +175,8 @@ def costs(stats: Stats, clock: TokenTimer) -> Table:
         ("prefill and first token", seconds(clock.first_token)),
         ("per generated token", "-" if clock.per_token is None else seconds(clock.per_token)),
     ]
-    for name, value in rows:
-        shown.add_row(name, value)
+    title = f"{stats.method}, budget {stats.budget}"
+    shown = table(title, "what", "measured", right=["measured"], rows=rows)
     shown.caption = "counted after the last token"
     if stats.forced_over_budget:
         shown.caption += f"; {OVER_BUDGET}"

@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvfold.cli.options import (
-    AllowLonger,
-    CodecText,
-    LevelRule,
-    ModelName,
-    SpecialTokens,
-    checked,
-    given_options,
-    loading,
-    with_options,
-)
+from kvfold.cli import options
 from kvfold.errors import KvfoldError
 from kvfold.evidence.tables import size
 from kvfold.loading import Loading, load, shown_name
@@ -40,10 +30,10 @@ OF_VLLM = (
 )  # fmt: skip
 
 
-@with_options(loading=loading)
+@options.with_options(loading=options.loading)
 def command(
     ctx: typer.Context,
-    model: ModelName,
+    model: options.ModelName,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
     api_key: Annotated[
@@ -81,7 +71,7 @@ def command(
         str | None,
         typer.Option(help="Budget to which idle contexts shrink before any goes to disk."),
     ] = None,
-    codec: CodecText = None,
+    codec: options.CodecText = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -120,8 +110,8 @@ def command(
             show_default="all",
         ),
     ] = None,
-    special_tokens: SpecialTokens = False,
-    allow_longer: AllowLonger = False,
+    special_tokens: options.SpecialTokens = False,
+    allow_longer: options.AllowLonger = False,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running answers to end after a stop.")
     ] = 30.0,
@@ -143,7 +133,7 @@ def command(
     ] = "transformers",
     vllm: Annotated[str, typer.Option(help='Arguments for vLLM: "--max-model-len 8192".')] = "",
     level: Annotated[
-        LevelRule | None,
+        options.LevelRule | None,
         typer.Option(
             help="With vLLM: one set of tokens for all heads of texts compressed on arrival and of "
             "uneven files.",
@@ -170,7 +160,7 @@ def command(
 
     largest = int(Budget.bytes(body).amount)
     api_key = api_key and api_key.strip()  # files of secrets end with a line break
-    given = given_options(ctx)
+    given = options.given_options(ctx)
     if engine == "vllm":
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
@@ -234,7 +224,7 @@ def command(
         origins=tuple(allow_origin or ()),
     )
     # Refused here, before a large model is loaded.
-    checked(method, budget if parse(method).takes_budget or "budget" in given else None)
+    options.checked(method, budget if parse(method).takes_budget or "budget" in given else None)
     if codec is not None:
         codec_of(codec)
     bound = listening(host, port)

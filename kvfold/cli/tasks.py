@@ -50,12 +50,8 @@ def _details(tasks: Sequence[Task]) -> None:
     shown = table(None, "task", "what", "score", "data")
     for task in tasks:
         data = _data(task)
-        shown.add_row(
-            task.name,
-            Text(task.summary),
-            task.metric or "-",
-            "generated" if data is None else data.wanted,
-        )
+        wanted = "generated" if data is None else data.wanted
+        shown.add_row(task.name, Text(task.summary), task.metric or "-", wanted)
     out = console()
     out.print(shown)
     for benchmark, hub in dict.fromkeys((task.benchmark, _hub(task)) for task in tasks):

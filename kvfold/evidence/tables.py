@@ -3,19 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich import box
+from rich.console import RenderableType
 from rich.table import Table
 
 
-def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the first column never wraps, columns in `right` are right-aligned."""
+def table(
+    title: str | None,
+    *columns: str,
+    right: Sequence[str] = (),
+    rows: Iterable[Sequence[RenderableType]] = (),
+) -> Table:
+    """A table of `rows`; the first column never wraps, columns in `right` are right-aligned."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
         made.add_column(column, justify=justify, no_wrap=column == columns[0], overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

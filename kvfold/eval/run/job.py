@@ -61,7 +61,6 @@ class EvalJob:
         """Error lines of all samples in all cells."""
         return [self.line(cell, index, None, why) for cell in self.cells for index in self.samples]
 
-    @property
     def parts(self) -> list[EvalJob]:
         """Smaller jobs: one per sample, or else one per cell; none of a single cell."""
         if len(self.samples) > 1:
@@ -121,7 +120,7 @@ def _in_parts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
 ) -> Iterator[list[SampleResult]]:
     """Lines of the job's parts, each run by itself."""
-    for part in job.parts or [job]:
+    for part in job.parts() or [job]:
         yield from run_job(model, tokenizer, part)
 
 
@@ -129,17 +128,7 @@ def worker_spec(
     name: str, loading: Loading | None = None
 ) -> WorkerSpec[EvalJob, list[SampleResult]]:
     """Spec of workers that evaluate with the model `name`."""
-    return WorkerSpec(name, run_job, _given_up, _parts, _left, loading or Loading())
-
-
-def _given_up(job: EvalJob, why: str) -> list[SampleResult]:
-    """Error lines of a job whose workers died."""
-    return job.errors(why)
-
-
-def _parts(job: EvalJob) -> list[EvalJob]:
-    """Smaller jobs than one whose workers died."""
-    return job.parts
+    return WorkerSpec(name, run_job, EvalJob.errors, EvalJob.parts, _left, loading or Loading())
 
 
 def _left(job: EvalJob, results: Sequence[list[SampleResult]]) -> list[EvalJob]:
