@@ -40,7 +40,7 @@ def encode(heads: Sequence[Tensor], by_channel: bool) -> dict[str, Tensor]:
     old = torch.cat([each[: _grouped(len(each))] for each in heads])
     if not bool(old.isfinite().all()):
         raise CodecRefusal('keys or values are not finite: save the context with codec="zstd"')
-    codes, scale, minimum = quantize(_groups(old, by_channel), BITS, _along(by_channel))
+    codes, scale, minimum = quantize(_groups(old, by_channel), BITS, 1 if by_channel else 2)
     newest = torch.cat([each[_grouped(len(each)) :] for each in heads])
     return dict(
         zip(PARTS, (pack(codes.view(old.shape), BITS, 1), scale, minimum, newest), strict=True)
@@ -73,10 +73,6 @@ def _groups(rows: Tensor, by_channel: bool) -> Tensor:
     if by_channel:
         return rows.view(count // GROUP, GROUP, size)
     return rows.view(count, size // _channels(size), _channels(size))
-
-
-def _along(by_channel: bool) -> int:
-    return 1 if by_channel else 2
 
 
 def _grouped(count: int) -> int:

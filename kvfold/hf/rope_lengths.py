@@ -32,7 +32,7 @@ class RopeLengths:
         """Those of a model; None if its frequencies never change."""
         config = model.config.get_text_config(decoder=True)
         switches, ends = set[int](), set[int]()
-        for rope in _settings(config):
+        for rope in rope_settings(config):
             if rope.get("rope_type") == "longrope":
                 named = rope.get("original_max_position_embeddings")
                 switches.add(named or config.original_max_position_embeddings)
@@ -72,7 +72,7 @@ class RopeLengths:
         return self.switch_before(one) != self.switch_before(other)
 
 
-def _settings(config: Any) -> Iterator[dict[str, Any]]:
+def rope_settings(config: Any) -> Iterator[dict[str, Any]]:
     """Settings of RoPE, of all layers or of each type of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     yield rope

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.layer_of_model import LayerOfModel
 from kvfold.hf.models import text_config
+from kvfold.hf.rope_lengths import rope_settings
 
 
 def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, float]]:
@@ -41,9 +42,7 @@ def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], 
 
 def rope_types(config: Any) -> set[str | None]:
     """RoPE types ("default", "yarn", …) of all types of layers."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-    return {kind.get("rope_type") for kind in kinds}
+    return {kind.get("rope_type") for kind in rope_settings(config)}
 
 
 ROTATION = "apply_rotary_pos_emb("  # the call in a model file

@@ -17,7 +17,6 @@ from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Method
 from kvfold.methods.stages.select.one_set import Rule
-from kvfold.policies.kept import Kept
 from kvfold.policies.method_policy import Policy, policy
 from kvfold.policies.prefill import Prefill, split_heads
 from kvfold.policies.rope import Ropes, rope_of
@@ -67,7 +66,9 @@ class LMCacheEdit:
             raise KvfoldError(f"KV {shape} of {len(ids)} tokens: [2, L, {len(ids)}, H·D] is wanted")
         prefill = self._prefill(kv, by_kind.get("query"), ids)
         kept = self.policy.keep(prefill, self._sized(prefill))
-        slots = self._one_set(kept)
+        union = self.rule == "union"  # of it those of most heads, in whole chunks
+        size = len(kept.shared("union")) if union else int(kept.counts.sum()) // kept.counts.numel()
+        slots = kept.shared("votes" if union else self.rule, self._whole_chunks(size))
         if self.on_report is not None:
             self.on_report(sharing_loss(kept, slots, prefill))
         if len(slots) == len(ids):
@@ -108,13 +109,6 @@ class LMCacheEdit:
         layers, heads = prefill.layers, prefill.heads
         total = Budget.of(self.budget).per_layer(prefill.tokens, entry, layers, heads, rows=1)
         return Budget.tokens(self._whole_chunks(min(prefill.tokens, total // layers)))
-
-    def _one_set(self, kept: Kept) -> Tensor:
-        """The tokens that stay; of the union, those of most heads."""
-        if self.rule == "union":
-            return kept.shared("votes", self._whole_chunks(len(kept.shared("union"))))
-        mean = int(kept.counts.sum()) // kept.counts.numel()
-        return kept.shared(self.rule, self._whole_chunks(mean))
 
     def _whole_chunks(self, tokens: int) -> int:
         """`tokens`, rounded down to a multiple of a chunk; BudgetError if that is none."""

@@ -53,7 +53,7 @@ class ContextPool(Pool[Context]):
             return None if name is None else self._held[name]
 
     def _keys(self, value: Context) -> dict[str, PrefixKey]:
-        return {TOKENS: key_of_tokens(value.ids[0].tolist())}
+        return {TOKENS: PrefixKey.of(token_bytes(value.ids[0].tolist()))}
 
     def _keys_in(self, file: Path) -> dict[str, PrefixKey]:
         text = read_header(file).text
@@ -105,11 +105,6 @@ class ContextPool(Pool[Context]):
             held.moving = False
             self._forget_if_unused(held)
             self._changed.notify_all()
-
-
-def key_of_tokens(ids: list[int]) -> PrefixKey:
-    """The prefix key of token ids."""
-    return PrefixKey.of(token_bytes(ids))
 
 
 def token_bytes(ids: list[int]) -> bytes:

@@ -149,10 +149,8 @@ class Pool(Generic[Value]):
         with self._changed:
             held = self._named(name)
             if held.file is not None:
-                _check_removable(held.file)
-                if held.idle:
-                    _remove(held.file)
-                    held.file = None
+                _remove(held.file, held.idle)
+                held.file = None if held.idle else held.file
             del self._held[name]
             for kind, key in held.keys.items():
                 self._prefixes[kind].remove(key, name)
@@ -346,21 +344,14 @@ class Pool(Generic[Value]):
             self._changed.acquire()
 
 
-def _check_removable(file: Path) -> None:
-    """Raises ApiError for a file in a read-only folder."""
-    if not os.access(file.parent, os.W_OK):
-        raise _not_removed(file, "the folder is only read")
-
-
-def _remove(file: Path) -> None:
-    """Removes a file; raises ApiError if that fails."""
+def _remove(file: Path, now: bool) -> None:
+    """Removes a file `now`, or only checks that it can be removed; raises ApiError if not."""
     try:
-        file.unlink(missing_ok=True)
+        if not os.access(file.parent, os.W_OK):
+            raise OSError("the folder is only read")
+        if now:
+            file.unlink(missing_ok=True)
     except OSError as problem:
-        raise _not_removed(file, problem) from problem
-
-
-def _not_removed(file: Path, problem: object) -> ApiError:
-    log.error("cannot remove %s: %s", file, problem)
-    message = "the file cannot be removed: it stays"
-    return ApiError(503, message, code="disk_failed", retry_after=60)
+        log.error("cannot remove %s: %s", file, problem)
+        message = "the file cannot be removed: it stays"
+        raise ApiError(503, message, code="disk_failed", retry_after=60) from problem

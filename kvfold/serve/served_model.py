@@ -130,7 +130,8 @@ class ServedModel:
                 f"this server takes {', '.join(sorted(self.allowed_methods))}, not {method}"
             )
         if named not in (self.settings.method, self.settings.session_method):
-            _check_no_files(method)
+            for option in files_of(method):
+                raise KvfoldError(f"{option} names a file, which clients may not")
         return method
 
     def start_job(self, cancelled: Event) -> None:
@@ -162,12 +163,6 @@ def _max_length(model: PreTrainedModel, allow_longer: bool) -> int | None:
     """
     table = learned_positions(model) is not None
     return None if allow_longer and not table else trained_length(model)
-
-
-def _check_no_files(method: Method) -> None:
-    """Raises KvfoldError for a client's method with an option that names a file on this machine."""
-    for option in files_of(method):
-        raise KvfoldError(f"{option} names a file, which clients may not")
 
 
 def _names(*methods: str | Method) -> frozenset[str]:

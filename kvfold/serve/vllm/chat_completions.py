@@ -40,7 +40,7 @@ async def lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
 
 async def chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """Events of a chat stream from those of a completion; errors of vLLM pass unchanged."""
-    begun = False
+    opening = {"role": "assistant"}
     async for line in lines(pieces):
         if not line.startswith(DATA):
             continue
@@ -49,16 +49,12 @@ async def chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
             yield f"{line}\n\n"
             continue
         choices = [
-            _choice(choice) | {"delta": _delta(choice["text"], begun)}
+            _choice(choice) | {"delta": opening | {"content": choice["text"]}}
             for choice in piece["choices"]
         ]
-        begun = True
+        opening = {}
         made = _renamed(piece, "chat.completion.chunk", choices)
         yield event(made)
-
-
-def _delta(text: str, begun: bool) -> dict[str, str]:
-    return {"content": text} if begun else {"role": "assistant", "content": text}
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:

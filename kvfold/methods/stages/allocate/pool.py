@@ -40,8 +40,11 @@ def pooled(
     """
     if floor:
         least = (floor * per_head + ROUNDING).long()
-        scores = [_with_floor(layer, least) for layer in scores]
-    pool = _joined([layer.flatten(1) for layer in scores])
+        best = [highest(layer, least) & (layer > -torch.inf) for layer in scores]
+        scores = [
+            torch.where(kept, torch.inf, each) for kept, each in zip(best, scores, strict=True)
+        ]
+    pool = together([layer.flatten(1) for layer in scores])
     candidates = (pool > -torch.inf).sum(-1)
     total = torch.minimum((per_head * _heads(scores) + ROUNDING).long(), candidates)
     ordered, order = pool.sort(dim=-1, descending=True, stable=True)
@@ -51,16 +54,8 @@ def pooled(
     else:
         first = torch.arange(pool.shape[-1], device=pool.device) < total[:, None]
         above = torch.zeros_like(first).scatter(1, order, first)
-    parts = above.split([layer[0].numel() for layer in scores], 1)
-    return [
-        part.view_as(layer).sum(-1).to(layer.device)
-        for part, layer in zip(parts, scores, strict=True)
-    ]
-
-
-def _with_floor(scores: Tensor, least: Tensor) -> Tensor:
-    """Scores `[B, H, T]`, +inf for the `least [B]` best candidates of each head."""
-    return scores.masked_fill(highest(scores, least) & (scores > -torch.inf), torch.inf)
+    parts = apart(above, scores, [layer[0].numel() for layer in scores])
+    return [part.view_as(layer).sum(-1) for part, layer in zip(parts, scores, strict=True)]
 
 
 def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None) -> list[Tensor]:
@@ -71,24 +66,29 @@ def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = No
     is not used.
     """
     open_ = [layer.isfinite() for layer in scores]
-    forced = _joined([(layer == torch.inf).sum(-1) for layer in scores])
+    forced = together([(layer == torch.inf).sum(-1) for layer in scores])
     best = [
         layer.masked_fill(~is_open, -torch.inf).amax(-1)
         for layer, is_open in zip(scores, open_, strict=True)
     ]
-    candidates = _joined([is_open.sum(-1) for is_open in open_])
-    order = _joined(best).argsort(dim=-1, descending=True, stable=True)
+    candidates = together([is_open.sum(-1) for is_open in open_])
+    order = together(best).argsort(dim=-1, descending=True, stable=True)
     room = per_head * _heads(scores) - forced.sum(-1)
     fits = candidates.gather(1, order).cumsum(-1) <= room[:, None]
     kept = torch.zeros_like(fits).scatter(1, order, fits)
     counts = forced + candidates * kept
-    parts = counts.split([layer.shape[1] for layer in scores], 1)
-    return [part.to(layer.device) for part, layer in zip(parts, scores, strict=True)]
+    return apart(counts, scores, [layer.shape[1] for layer in scores])
 
 
-def _joined(layers: list[Tensor]) -> Tensor:
+def together(layers: list[Tensor]) -> Tensor:
     """Layers `[B, …]`, on several devices perhaps, joined along axis 1 on the first one's."""
     return torch.cat([layer.to(layers[0].device) for layer in layers], 1)
+
+
+def apart(joined: Tensor, layers: list[Tensor], widths: list[int]) -> list[Tensor]:
+    """Each layer's own part of axis 1, of its width, on its device."""
+    parts = joined.split(widths, 1)
+    return [part.to(layer.device) for part, layer in zip(parts, layers, strict=True)]
 
 
 def _heads(scores: list[Tensor]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.fitted.numbers import Fitted
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.pool import apart, together
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.observers.fitted import HeadNumbers
 
@@ -57,7 +58,7 @@ def above_quantile(
     equal heads part.
     Source: mit-han-lab/duo-attention `duo_attn/utils.py`, `sparsify_attention_heads`.
     """
-    every = torch.cat([layer.to(scores[0].device) for layer in scores], 1).double()
+    every = together(scores).double()
     least = every.quantile(sparsity, dim=-1, keepdim=True)
     if sparsity >= 1:  # the quantile is the best head's own score
         least = torch.full_like(least, torch.inf)
@@ -72,15 +73,11 @@ def fitting(scores: list[Tensor], budget: Tensor, seen: Tensor, *, window: int) 
     scores: `[B, H]` of each layer; `budget [B]` entries per head and layer, `seen [B]` tokens. The
     others have `window` entries, or the budget if that is less. Of equal heads the earlier wins.
     """
-    every = torch.cat([layer.to(scores[0].device) for layer in scores], 1)
+    every = together(scores)
     heads, budget, seen = every.shape[1], budget.to(every.device), seen.to(every.device)
     least = budget.clamp(max=window)
     more = (seen - least).clamp(min=0)  # entries of a retrieval head beyond those of the others
     holds = torch.where(more > 0, heads * (budget - least) // more.clamp(min=1), heads)
-    order = every.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter(
-        1, order, torch.arange(heads, device=order.device).expand_as(order)
-    )
+    rank = every.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     sizes = torch.where(rank < holds[:, None], UNLIMITED, least[:, None])
-    parts = sizes.split([layer.shape[1] for layer in scores], 1)
-    return [part.to(layer.device) for part, layer in zip(parts, scores, strict=True)]
+    return apart(sizes, scores, [layer.shape[1] for layer in scores])

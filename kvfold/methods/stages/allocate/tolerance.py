@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.output_error import change_alone, relative_change
+from kvfold.methods.stages.select.forced import Forced
 
 
 def fewest_within(
@@ -18,16 +19,14 @@ def fewest_within(
     Entries of all heads are ranked together by `change_alone`. Bisection evicts as many of the
     lowest as keep the relative change of the last `window` queries' output within `tolerance`.
     """
-    batch, heads, stored = observation.positions.shape
-    forced = _forced(observation, window, sinks)
+    positions = observation.positions
+    none = torch.zeros(len(positions), dtype=torch.long, device=positions.device)
+    forced = Forced(sinks=sinks, recent=window).mask(positions, none)
     scores = change_alone(observation, window, kernel).masked_fill(forced, torch.inf)
-    scores = scores.masked_fill(observation.positions < 0, -torch.inf)
+    scores = scores.masked_fill(positions < 0, -torch.inf)
     order = scores.flatten(1).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter(
-        1, order, torch.arange(heads * stored, device=order.device).expand(batch, -1)
-    )
-    rank = rank.view(batch, heads, stored)
-    enough = (observation.positions >= 0).flatten(1).sum(-1)
+    rank = order.argsort(dim=-1).view_as(positions)
+    enough = (positions >= 0).flatten(1).sum(-1)
     too_few = forced.flatten(1).sum(-1) - 1
     newest = slice(-window, None)
     while bool((enough - too_few > 1).any()):
@@ -37,10 +36,3 @@ def fewest_within(
         enough = torch.where(within, middle, enough)
         too_few = torch.where(within, too_few, middle)
     return (rank < enough.view(-1, 1, 1)).sum(-1)
-
-
-def _forced(observation: Observation, window: int, sinks: int) -> Tensor:
-    """Bool mask `[B, H, T]` of the sinks and the window, which always stay."""
-    real = observation.positions >= 0
-    age = real.flip(-1).cumsum(-1).flip(-1)
-    return real & ((age <= window) | (observation.positions < sinks))

@@ -30,12 +30,7 @@ def low_mean_unless_unstable(
     age = stored.flip(-1).cumsum(-1).flip(-1)
     # No deviation of attention exceeds 1/2.
     deviation = torch.where(age <= protect_recent, 1.0 + protect_recent - age, deviation)
-    protected = highest(
-        deviation.masked_fill(~stored, -1.0), _protected(observation.budget, protect_std_ratio)
-    )
+    budget = observation.budget
+    most = torch.minimum((budget.double() * protect_std_ratio).long() + 1, budget)
+    protected = highest(deviation.masked_fill(~stored, -1.0), most)
     return torch.where(protected, 2.0 + deviation, mean)
-
-
-def _protected(budget: Tensor, ratio: float) -> Tensor:
-    """Number of protected entries `[B]`, at most the budget."""
-    return torch.minimum((budget.double() * ratio).long() + 1, budget)
