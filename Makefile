@@ -108,7 +108,7 @@ docs: .venv/ready
 
 # Six checks of every class of transformers; goes on where it was stopped. `rm` the records to repeat.
 models: .venv/ready
-	PYTHONPATH=. $(BIN)/python docs/generate/models.py docs/generate/architectures.jsonl
+	$(BIN)/python -m docs.generate.models docs/generate/architectures.jsonl
 
 train: .venv/ready
 	$(BIN)/python -m training.train

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import kvpress_page
-import leaderboard
-import links
-import method_pages
-import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from docs.generate import kvpress_page, leaderboard, links, method_pages, reference
+from docs.generate.made import DOCS, ROOT
 
 # Pages of the really trained model, which are there once it has records
 PUBLISHED = {"All tables": "results/report.md", "By task": "results/tasks.md"}
@@ -21,7 +19,7 @@ PUBLISHED = {"All tables": "results/report.md", "By task": "results/tasks.md"}
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds generated pages, and those of results that are published, to the navigation."""
     methods = [{name: f"methods/{name}.md"} for name in method_pages.classes()]
-    found = {name: page for name, page in PUBLISHED.items() if (links.DOCS / page).is_file()}
+    found = {name: page for name, page in PUBLISHED.items() if (DOCS / page).is_file()}
     _section(config, "Results")[1:1] = [{name: page} for name, page in found.items()]
     _section(config, "Methods").extend([{"All methods": "methods/index.md"}, *methods])
     _section(config, "Reference").extend({title: _address(title)} for title in reference.pages())
@@ -30,7 +28,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages, and leaderboards to sort and filter."""
-    made = {page: (links.ROOT / file).read_text("utf-8") for file, page in links.OUTSIDE.items()}
+    made = {page: (ROOT / file).read_text("utf-8") for file, page in links.OUTSIDE.items()}
     made["coming-from-kvpress.md"] = kvpress_page.page()
     made["methods/index.md"] = method_pages.overview()
     for name, cls in method_pages.classes().items():

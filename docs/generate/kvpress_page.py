@@ -7,8 +7,7 @@ import json
 import tomllib
 from typing import Any
 
-from links import DOCS
-
+from docs.generate.made import DOCS
 from kvfold.methods.base import parse
 
 HEAD = """\
@@ -25,8 +24,8 @@ HEAD = """\
 ## Methods
 
 *Equal sets*: of {of} KV heads (layers × heads × prompts × budgets of a small random Llama), those
-in which both libraries keep the same tokens, by `python benchmarks/kvpress_sets.py`. Presses that
-need a download, a file or another part of kvfold have none.
+in which both libraries keep the same tokens, by `python -m docs.results.kvpress.measure`. Presses
+that need a download, a file or another part of kvfold have none.
 """
 COLUMNS = "| kvpress {version} | kvfold | equal sets | what differs |\n|---|---|---|---|"
 NONE = "## Without a counterpart\n\n| kvpress | why |\n|---|---|"
@@ -38,8 +37,10 @@ def table() -> dict[str, Any]:
 
 
 def sets() -> dict[str, Any]:
-    """What benchmarks/kvpress_sets.py measured, by the press."""
-    measured: dict[str, Any] = json.loads((DOCS / "kvpress_sets.json").read_text("utf-8"))
+    """What docs/results/kvpress/measure.py measured, by the press."""
+    measured: dict[str, Any] = json.loads(
+        (DOCS / "results" / "kvpress" / "sets.json").read_text("utf-8")
+    )
     return measured
 
 

@@ -8,8 +8,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from links import DOCS
-
+from docs.generate.made import DOCS, RESULTS, table
 from kvfold.eval.run.cell import FULL, TRUNCATED
 from kvfold.loading import BUNDLED
 from kvfold.methods.base import Composition, Method, parse
@@ -20,7 +19,6 @@ from kvfold.report.summary import ReportRow
 from kvfold.report.tables import COLUMNS, by_budget, cells
 from kvfold.report.write import styles_of
 
-RESULTS = DOCS / "results"
 BUNDLED_RESULTS = RESULTS / "bundled"
 SHOWN = ("method", "budget", "score", "− full (95 %)", "place", "kept", "bytes")
 READING = (
@@ -91,6 +89,4 @@ def _classes(text: str) -> frozenset[type[Method]]:
 
 def _table(rows: Sequence[ReportRow]) -> str:
     picked = [COLUMNS.index(name) for name in SHOWN]
-    lines = [SHOWN, ("---", "---", *["---:"] * (len(SHOWN) - 2))]
-    lines += [tuple(cells(row)[i] for i in picked) for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(SHOWN, [[cells(row)[i] for i in picked] for row in rows], left=2)

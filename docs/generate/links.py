@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+from docs.generate.made import ROOT
+
 REPOSITORY = "https://github.com/kvfold/kvfold"
 # Pages of the site that are files outside docs/
 OUTSIDE = {

@@ -7,11 +7,12 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
-
-import leaderboard
-from links import ROOT, source
+from typing import Any
 
 import kvfold
+from docs.generate import leaderboard
+from docs.generate.links import source
+from docs.generate.made import ROOT
 from kvfold.errors import IllegalComposition
 from kvfold.methods.base import Method, Stages, parse
 from kvfold.methods.description import as_text, observed, options, stages_of, steps
@@ -141,7 +142,7 @@ def _stages(stages: Stages, alone: bool) -> str:
     return before + "\n".join([head, *rows])
 
 
-def _function(function: object) -> str:
+def _function(function: Any) -> str:
     """Name of a stage's function, with a link to its reference or to its file."""
     name, module = function.__name__, function.__module__
     if module.startswith(STAGES):

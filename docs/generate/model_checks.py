@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from starlette.testclient import TestClient
-from tiny_models import TEXT_IDS, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import kvfold
+from docs.generate.tiny_models import TEXT_IDS, tiny_model
 from kvfold.hf.stock_layers import is_recurrent
 from kvfold.serve.app import build
 from kvfold.serve.engine import Engine
@@ -149,7 +149,7 @@ def evicted(subject: Subject) -> Outcome:
     """After eviction, logits are those of dense attention with evicted entries masked."""
     plain, ours = subject.readers(BUDGET)
     truth = MaskedDense(copy.deepcopy(subject.plain), subject.mask)
-    cache = ours.cache
+    cache: Any = ours.cache
     written = {getattr(m, "layer_idx", None) for m in subject.plain.modules()} - {None}
     if len(written) < len(cache.layers):
         return Outcome(UNTOLD, "a module attends in several layers, which the truth cannot follow")
@@ -284,7 +284,7 @@ def _pieces() -> list[Tensor]:
 
 
 def _most(differences: Any) -> float:
-    return max(differences)
+    return float(max(differences))
 
 
 def _stock_logits(
@@ -293,7 +293,8 @@ def _stock_logits(
     """Logits `[B, S, V]` of new tokens with transformers' own cache."""
     given = torch.ones_like(ids) if mask is None else mask
     options = GREEDY if chunk is None else GREEDY | {"prefill_chunk_size": chunk}
-    made = subject.plain.generate(input_ids=ids, attention_mask=given, **options)
+    plain: Any = subject.plain
+    made = plain.generate(input_ids=ids, attention_mask=given, **options)
     return torch.stack(made.logits, 1)
 
 
@@ -306,8 +307,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = _tokenizer()
-TEXT = TOKENIZER.decode(token_ids(1, PROMPT)[0])
-QUESTION = TOKENIZER.decode(token_ids(1, BLOCK, seed=2)[0])
+TEXT = str(TOKENIZER.decode(token_ids(1, PROMPT)[0]))
+QUESTION = str(TOKENIZER.decode(token_ids(1, BLOCK, seed=2)[0]))
 
 
 def _context(subject: Subject) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/models.md: `python docs/generate/models.py RECORDS [CLASS ...]`.
+"""The tables of docs/results/models.md: `python -m docs.generate.models RECORDS [CLASS ...]`.
 
 Runs the six checks of `model_checks.py` on every class, or on those named, and adds a line of JSON
 for each to RECORDS; classes that have one are left out, so that a run can be resumed. The page's
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from model_checks import CHECKS, REFUSED, RIGHT, UNTOLD, WRONG, Outcome, check
-from tiny_models import architectures
 
-from benchmarks.made_parts import with_part
+from docs.generate.made import DOCS, table, write_part
+from docs.generate.model_checks import CHECKS, REFUSED, RIGHT, UNTOLD, WRONG, Outcome, check
+from docs.generate.tiny_models import architectures
 
-PAGE = Path(__file__).parents[1] / "models.md"
+PAGE = DOCS / "results" / "models.md"
 BEGIN = "<!-- made by docs/generate/models.py: begin -->"
 SIGNS = {RIGHT: "✓", REFUSED: "refused", WRONG: "✗", UNTOLD: "–"}
 Outcomes = Mapping[str, Outcome]
@@ -41,7 +41,7 @@ def main() -> None:
             _add(records, name, known[name])
             print(name, *(f"{of}: {o.verdict}" for of, o in known[name].items()), flush=True)
             gc.collect()
-    PAGE.write_text(with_part(PAGE.read_text("utf-8"), BEGIN, f"\n{block(known)}\n\n"), "utf-8")
+    write_part(PAGE, BEGIN, block(known))
 
 
 def block(known: Mapping[str, Outcomes]) -> str:
@@ -57,11 +57,8 @@ def block(known: Mapping[str, Outcomes]) -> str:
         f"cache, {len(right)} of them right in all six checks; {len(refused)} are refused when the "
         f"cache is made; {len(unbuilt)} could not be measured.",
         "### Checked",
-        f"| class | {' | '.join(CHECKS)} | where not |",
-        "|---|" + "---|" * (len(CHECKS) + 1),
+        table(["class", *CHECKS, "where not"], [row(name, of) for name, of in sorted(run.items())]),
     ]
-    rows = [row(name, of) for name, of in sorted(run.items())]
-    parts[2:] = ["\n".join([*parts[2:], *rows])]
     parts += ["### Refused", _grouped(refused)]
     if failed:
         parts += ["### Fails, with an error that is not kvfold's", _grouped(failed)]
@@ -73,11 +70,11 @@ def block(known: Mapping[str, Outcomes]) -> str:
     return "\n\n".join(parts)
 
 
-def row(name: str, outcomes: Outcomes) -> str:
+def row(name: str, outcomes: Outcomes) -> list[str]:
     """A class's row of the table of checks."""
-    signs = " | ".join(SIGNS[outcomes[of].verdict] for of in CHECKS)
+    signs = [SIGNS[outcomes[of].verdict] for of in CHECKS]
     whys = [f"{of}: {reason(name, o)}" for of, o in outcomes.items() if o.verdict != RIGHT]
-    return f"| {name} | {signs} | {'; '.join(whys)} |"
+    return [name, *signs, "; ".join(whys)]
 
 
 def reason(name: str, outcome: Outcome) -> str:
@@ -91,8 +88,8 @@ def _grouped(outcomes: Mapping[str, Outcome]) -> str:
     of: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         of.setdefault(reason(name, outcome), []).append(name)
-    rows = [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(of.items())]
-    return "\n".join(["| reason | classes |", "|---|---|", *rows])
+    rows = [[why, ", ".join(sorted(names))] for why, names in sorted(of.items())]
+    return table(["reason", "classes"], rows)
 
 
 def _read(records: Path) -> Iterator[tuple[str, Outcomes]]:

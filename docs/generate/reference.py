@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from pkgutil import walk_packages
 
-import method_pages
-
 import kvfold
+from docs.generate import method_pages
 from kvfold import store
 from kvfold.methods import stages
 
@@ -47,7 +46,9 @@ ENCODINGS = ("quantized", "pruned", "paired", "encoding")
 def pages() -> dict[str, str]:
     """Pages by their titles."""
     own = {cls.__name__ for cls in method_pages.classes().values()}
-    left = set(kvfold.__all__) - own - {name for names in GROUPS.values() for name in names}
+    left = (
+        set(vars(kvfold)["__all__"]) - own - {name for names in GROUPS.values() for name in names}
+    )
     if left:
         raise ValueError(f"public names without a group in {__file__}: {', '.join(sorted(left))}")
     made = {title: _page(title, [f"kvfold.{n}" for n in names]) for title, names in GROUPS.items()}

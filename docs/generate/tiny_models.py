@@ -57,6 +57,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
         raise ValueError(f"{weights / 1e6:.0f} M weights: the configuration is not tiny")
     torch.manual_seed(0)
     made = partial(kind._from_config, config, experts_implementation="eager", dtype=dtype)
+    model: PreTrainedModel
     try:
         model = made(attn_implementation="sdpa" if kind._supports_sdpa else "eager").eval()
     except ValueError:  # a tower of a model that has SDPA may have none
@@ -81,7 +82,7 @@ def _shrunk(config: PreTrainedConfig, own: dict[str, Any]) -> PreTrainedConfig:
     """The configuration and those it holds, with few small layers; `own` are overrides."""
     values = config.to_dict()
     layers = next((values[k] for k in LAYER_COUNTS if isinstance(values.get(k), int)), 0)
-    kinds = next((values[k] for k in KINDS if isinstance(values.get(k), list)), [])
+    kinds: list[Any] = next((values[k] for k in KINDS if isinstance(values.get(k), list)), [])
     chosen = _choose(kinds if len(kinds) == layers else list(range(layers)), own.get("layers"))
     held = {k: v for k, v in vars(config).items() if isinstance(v, PreTrainedConfig)}
     for key, value in values.items():
@@ -91,7 +92,9 @@ def _shrunk(config: PreTrainedConfig, own: dict[str, Any]) -> PreTrainedConfig:
     values |= {k: _shrunk(inner, own.get(k, {})) for k, inner in held.items()}
     for key in FIXED:
         values.pop(key, None)
-    return type(config)(**{k: None if v == "none" else v for k, v in values.items()})
+    made: type[Any] = type(config)
+    shrunk: PreTrainedConfig = made(**{k: None if v == "none" else v for k, v in values.items()})
+    return shrunk
 
 
 def _choose(kinds: Sequence[Any], layers: int | None) -> list[int]:

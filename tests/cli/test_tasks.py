@@ -24,8 +24,9 @@ def test_tasks_lists_every_name_and_the_data_each_wants() -> None:
     assert "did you mean 'ruler_vt'" in refused("tasks", "vt")
 
 
-def test_the_page_of_tasks_names_every_file_of_data() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+def test_the_pages_of_tasks_name_every_file_of_data() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = "".join((docs / name).read_text("utf-8") for name in ("tasks.md", "tasks-benchmarks.md"))
     for task in run_json("tasks"):
         assert f"`{task['name']}`" in page
         assert task["data"] is None or f"`{task['data']}`" in page

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
+from docs.generate import check_page
+from docs.results.check import measure as evidence
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
 from kvfold.loading import load
-from tests.helpers.scripts import BENCHMARKS, module_of, scripts_of
 
-bench = module_of(BENCHMARKS, "check_evidence_page")
+
+@pytest.fixture
+def bench() -> ModuleType:
+    return check_page
 
 
 def measured(bench: ModuleType, *values: tuple[float, float], **known: Any) -> list[Any]:
@@ -106,8 +110,6 @@ def test_the_published_page_is_that_of_the_records(bench):
 @pytest.mark.slow
 def test_prompts_are_drawn_again_from_published_rows(tmp_path):
     """Digests tell that they are the samples that were scored; another haystack is refused."""
-    with scripts_of(BENCHMARKS) as script:
-        evidence = script("check_evidence")
     _, tokenizer = load("bundled")
     book, other = tmp_path / "book.txt", tmp_path / "other.txt"
     book.write_text("The sea was calm that day. " * 200)

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -16,18 +15,21 @@ import pytest
 from scipy import stats
 
 import kvfold
+from docs.generate import claims, claims_evidence, compact_samples
+from docs.results.claims import measure_layers
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.run_folder import samples_file, summarize
 from kvfold.methods.registry import listed
 from kvfold.report.load import load_results
 from tests.helpers.eval_results import cell, lines, scored
 from tests.helpers.evaluation import HELD
-from tests.helpers.scripts import BENCHMARKS, module_of
 
 ROOT = Path(__file__).parents[2]
 
 
-bench = module_of(BENCHMARKS, "claims")
+@pytest.fixture
+def bench() -> ModuleType:
+    return claims
 
 
 def publish(folder: Path, samples: dict[EvalCell, Sequence[float]], **fields: object) -> None:
@@ -43,7 +45,7 @@ def publish(folder: Path, samples: dict[EvalCell, Sequence[float]], **fields: ob
     samples_file(folder).add(made)
     text = "\n".join(each.model_dump_json() for each in summarize(made))
     (folder / "records.jsonl").write_text(text)
-    import_module("compact_samples").main(folder, folder / "samples.csv.gz")
+    compact_samples.main(folder, folder / "samples.csv.gz")
 
 
 def better(bench: ModuleType, **rule: float):
@@ -91,7 +93,7 @@ def test_a_verdict_follows_from_the_interval_and_the_rule(bench, tmp_path, score
     ],
 )
 def test_numbers_are_rounded_once_and_halves_away_from_zero(bench, value, text):
-    assert import_module("claims_evidence").rounded(value, 1) == text
+    assert claims_evidence.rounded(value, 1) == text
 
 
 @pytest.mark.whole
@@ -184,7 +186,7 @@ def publish_kept(folder: Path, parts: dict[EvalCell, Sequence[float]]) -> None:
             made.append(sample.model_copy(update={"outcome": outcome}))
     folder.mkdir()
     samples_file(folder).add(made)
-    import_module("compact_samples").main(folder, folder / "samples.csv.gz")
+    compact_samples.main(folder, folder / "samples.csv.gz")
 
 
 def test_kept_parts_of_the_same_samples_are_compared_in_pairs(bench, tmp_path):
@@ -235,7 +237,7 @@ def test_operations_are_compared_task_by_task(bench, tmp_path):
 
 def test_statistics_of_layers(bench, tmp_path):
     """Two texts of three layers: by hand."""
-    layers = import_module("layers")
+    layers = measure_layers
     attended, variance = ([9, 5, 2], [9, 2, 5]), ([1, 2, 8], [2, 4, 8])
     steady = ([1.0, 0.75, 0.5], [1.0, 0.75, 0.0])  # layer 0 is never lazy
     lazy, kept = ([0.1, 0.95, 0.99], [0.2, 0.91, 0.5]), ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
@@ -278,7 +280,7 @@ def test_a_layer_is_steady_while_its_queries_agree_with_the_last(bench):
         3, torch.zeros(1, 1), torch.zeros(2), torch.tensor([2, 4]), torch.tensor([1.0, 3.0]),
         edges, 0.91, kept,
     )  # fmt: skip
-    found = import_module("layers").record("book", 0, attention)
+    found = measure_layers.record("book", 0, attention)
     assert (found.steady, found.attended, found.holders, found.variance) == (0.75, 1, 3 / 8, 2)
     assert found.kept == kept[THRESHOLDS.index(pytest.approx(0.01))] / 8
 
@@ -309,7 +311,10 @@ def test_the_script_runs_what_the_claims_compare(bench, tmp_path):
     out.mkdir()
     steps = [step for step in bench.steps(bench.load()[1]) if step != bench.LAYERS_STEP]
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes)}
-    script, given = ROOT / "benchmarks" / "claims.sh", ["book.txt", "books", str(out), "model"]
+    script, given = (
+        ROOT / "docs" / "results" / "claims" / "run.sh",
+        ["book.txt", "books", str(out), "model"],
+    )
     subprocess.run(
         [script, *given], env=env | {"SAMPLES": "1", "STEPS": " ".join(steps)}, check=True
     )
@@ -344,19 +349,19 @@ def check_run(run: dict, of) -> None:
 def test_the_curve_over_the_threshold_is_that_of_the_records(bench: ModuleType) -> None:
     """Means of the two needles; other options of the method are not in it."""
     curves = bench.claims_curves
-    points = {point.threshold: point[1:] for point in curves.curve(bench.RESULTS, "dbudgetkv")}
+    points = {point.threshold: point[1:] for point in curves.curve(bench.RECORDS, "dbudgetkv")}
     assert list(points) == [0.001, 0.01, 0.05, 0.1, 0.3]
-    records = load_results([bench.RESULTS / "dbudgetkv" / "records.jsonl"])
+    records = load_results([bench.RECORDS / "dbudgetkv" / "records.jsonl"])
     own = [one for one in records if one.cell.method == "dbudgetkv:threshold=0.1"]
     assert len(own) == 2
     assert points[0.1] == pytest.approx(
         (sum(one.score.value for one in own) / 2, 50 * sum(one.kept for one in own))
     )
-    assert len(curves.curve(bench.RESULTS, "simlayerkv")) == 8
+    assert len(curves.curve(bench.RECORDS, "simlayerkv")) == 8
 
 
 def test_budgets_are_the_shares_of_the_prompts_that_the_page_says(bench: ModuleType) -> None:
-    records = load_results([bench.RESULTS / "pyramidkv" / "records.jsonl"])
+    records = load_results([bench.RECORDS / "pyramidkv" / "records.jsonl"])
     note = bench.load()[0]["PyramidKV"].note
     assert "prompts here have about 920" in note
     for budget, percent in (("128", 14), ("256", 28), ("512", 56)):

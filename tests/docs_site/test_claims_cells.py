@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from docs.generate import claims as bench
 from kvfold.report.load import load_results
-from tests.helpers.scripts import BENCHMARKS, module_of
-
-bench = module_of(BENCHMARKS, "claims")
 
 
 def columns(table: str) -> dict[tuple[str, str], str]:
@@ -23,13 +21,13 @@ def columns(table: str) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.whole
-def test_every_cell_of_the_records_is_shown(bench):
+def test_every_cell_of_the_records_is_shown():
     steps = bench.steps(bench.load()[1])
-    shown = list(bench.claims_cells.tables(bench.RESULTS, steps))
-    ran = [step for step in steps if (bench.RESULTS / step / "records.jsonl").exists()]
+    shown = list(bench.claims_cells.tables(bench.RECORDS, steps))
+    ran = [step for step in steps if (bench.RECORDS / step / "records.jsonl").exists()]
     assert len(shown) == len(ran) == 10
     for step, table in zip(ran, shown, strict=True):
-        results = load_results([bench.RESULTS / step / "records.jsonl"])
+        results = load_results([bench.RECORDS / step / "records.jsonl"])
         cells = columns(table)
         wanted = {(r.cell.method, r.cell.budget or "no budget") for r in results}
         assert set(cells) == wanted
@@ -40,8 +38,8 @@ def test_every_cell_of_the_records_is_shown(bench):
     assert bench.page().endswith(shown[-1])
 
 
-def test_a_cell_has_the_scores_of_all_tasks_and_the_mean_part_kept(bench):
-    (table,) = bench.claims_cells.tables(bench.RESULTS, ["simlayerkv", "never_run"])
+def test_a_cell_has_the_scores_of_all_tasks_and_the_mean_part_kept():
+    (table,) = bench.claims_cells.tables(bench.RECORDS, ["simlayerkv", "never_run"])
     assert "points in noise / points in the novel (part kept)." in table
     cells = columns(table)
     assert cells["simlayerkv:window=128", "no budget"] == "47.5 / 27.5 (0.74)"

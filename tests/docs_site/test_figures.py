@@ -10,13 +10,15 @@ from types import ModuleType
 
 import pytest
 
-from tests.helpers.scripts import BENCHMARKS, module_of
+from docs.generate import figures as pages_figures
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "docs/results/bundled/README.md", "Results"
 
 
-figures = module_of(BENCHMARKS, "figures")
+@pytest.fixture
+def figures() -> ModuleType:
+    return pages_figures
 
 
 @pytest.mark.slow
@@ -74,7 +76,9 @@ def test_an_entry_without_its_section_is_a_fault(
 
 
 def test_the_table_of_the_readme_is_that_of_its_file() -> None:
-    known = json.loads((ROOT / "benchmarks" / "quality.json").read_text(encoding="utf-8"))
+    known = json.loads(
+        (ROOT / "docs" / "results" / "bundled" / "quality.json").read_text(encoding="utf-8")
+    )
     scores = {
         (r["method"], r["kept"], r["question_aware"]): f"{r['score']:.0f}" for r in known["records"]
     }

@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 
 import pytest
 
 import kvfold
-from tests.helpers.scripts import GENERATE, scripts_of
 
 
 @pytest.fixture
-def module() -> Iterator[Callable[[str], ModuleType]]:
+def module() -> Callable[[str], ModuleType]:
     """A function that imports a module of the folder."""
-    with scripts_of(GENERATE) as script:
-        yield script
+    return lambda name: import_module(f"docs.generate.{name}")
 
 
 @pytest.mark.parametrize(

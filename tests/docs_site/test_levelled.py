@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/serving-vllm.md is that of the published rows."""
+"""The table of docs/vllm-uneven.md is that of the published rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.levelled import METHODS, RULES, Row, table
+from docs.results.levelled.measure import METHODS, RULES, Row, table
 from kvfold.evidence.records import RecordFile
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,7 +20,7 @@ def rows() -> list[Row]:
 
 
 def test_the_page_shows_the_means_of_the_rows(rows: list[Row]) -> None:
-    page = (DOCS / "serving-vllm.md").read_text(encoding="utf-8")
+    page = (DOCS / "vllm-uneven.md").read_text(encoding="utf-8")
     assert "\n".join(table(rows)) in page
     mass = [row.to_own for row in rows if (row.method, row.rule) == ("kvzip", "mass")]
     assert f"{sum(mass) / len(mass):.3f} ({min(mass):.3f} to {max(mass):.3f})" in page

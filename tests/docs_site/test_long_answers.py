@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 import kvfold
+from docs.generate import long_page as pages
+from docs.generate.made import with_part
+from docs.results.long import measure_kl as measure
+from docs.results.long import measure_run
 from kvfold.bench.models import BenchModel
 from kvfold.checks.batches import PaddedIds
 from tests.helpers.models import build, prompts
-from tests.helpers.scripts import BENCHMARKS, module_of
 from tests.helpers.truth import Reader
 
-pages = module_of(BENCHMARKS, "long_page")
 
-
-def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_path):
+def test_the_published_tables_and_pictures_are_those_of_the_records(tmp_path):
     text, rows = pages.PAGE.read_text(encoding="utf-8"), pages.load_distances()
-    assert pages.page(text, pages.tables()) == text
+    for name, made in pages.tables().items():
+        assert with_part(text, pages.BEGIN.format(name), made) == text
     pages.draw(pages.load("entries.jsonl"), tmp_path / pages.PICTURE)
     pages.draw_kl(rows, tmp_path / pages.KL_PICTURE)
     for name in (pages.PICTURE, pages.KL_PICTURE):
@@ -33,11 +33,8 @@ def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_p
     "method",
     ["knorm", "h2o:decode=append", "scissorhands:window=6,recent=2", "rkv:window=4", "keydiff"],
 )
-def test_distances_of_answers_are_those_of_rows_that_are_read_token_by_token(
-    pages, method, monkeypatch
-):
+def test_distances_of_answers_are_those_of_rows_that_are_read_token_by_token(method, monkeypatch):
     """Beside torch's own divergence, and two caches of each row alone."""
-    measure = sys.modules["long_answers_kl"]
     monkeypatch.setattr(measure, "INTERVAL", 16)
     model, (ids, mask) = build("llama", torch.float64), prompts((20, 13))
     answers = measure.Answers.of(model, PaddedIds(ids, mask), 70)
@@ -60,7 +57,7 @@ def test_distances_of_answers_are_those_of_rows_that_are_read_token_by_token(
             assert bool(one.argmax() == other.argmax()) == bool(agrees[row, step])
 
 
-def test_means_begin_after_the_first_eviction(pages):
+def test_means_begin_after_the_first_eviction():
     row = pages.AnswerDistance(
         model="m", answer="a", method="knorm", budget=256, interval=128, tokens=1024,
         kl=(0.0,) * 6 + (0.5,) * 10, agrees=(1.0,) * 6 + (0.75,) * 10,
@@ -73,7 +70,7 @@ def test_means_begin_after_the_first_eviction(pages):
     ]
 
 
-def test_methods_are_told_apart_on_the_same_answers(pages):
+def test_methods_are_told_apart_on_the_same_answers():
     """Answers differ more than methods: the differences of one method hold zero, of one not."""
 
     def rows(method: str, *kl: float) -> list:
@@ -92,11 +89,11 @@ def test_methods_are_told_apart_on_the_same_answers(pages):
     assert pages.alike(rows("a", 0.1)) == "Lowest KL at 256 entries: `a`."
 
 
-def test_bytes_are_counted_where_they_are_most(pages):
+def test_bytes_are_counted_where_they_are_most():
     """A round after every 10 tokens; the marks themselves come right after one."""
     subject = BenchModel.of("tiny", "float32", 0)
     runs = [
-        sys.modules["long_run"].long_run(subject, method, budget, 20, 60, 20)
+        measure_run.long_run(subject, method, budget, 20, 60, 20)
         for method, budget in (("knorm + every:interval=10", 15), ("knorm", 15), ("full", None))
     ]
     in_rounds, appending, full = runs
@@ -109,8 +106,8 @@ def test_bytes_are_counted_where_they_are_most(pages):
     assert in_rounds.late_over_early is None
 
 
-def test_a_long_enough_answer_is_set_against_a_young_one(pages):
+def test_a_long_enough_answer_is_set_against_a_young_one():
     subject = BenchModel.of("tiny", "float32", 0)
-    made = sys.modules["long_run"].long_run(subject, "knorm + every:interval=2", 15, 20, 60, 20)
+    made = measure_run.long_run(subject, "knorm + every:interval=2", 15, 20, 60, 20)
     assert made.late_ms is not None and made.late_ms > 0
     assert made.late_over_early is not None and 0.2 < made.late_over_early < 5

@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-from tests.helpers.scripts import BENCHMARKS, module_of
+from docs.generate import merging_page as pages
+from docs.generate.made import with_part
 
-pages = module_of(BENCHMARKS, "merging_page")
 
-
-def test_the_page_is_made_of_the_rows(pages):
+def test_the_page_is_made_of_the_rows():
     text = pages.PAGE.read_text(encoding="utf-8")
-    assert text == pages.page(text, pages.load())
+    assert text == with_part(text, pages.BEGIN, pages.part(pages.load()))
 
 
-def test_all_passages_have_all_methods(pages):
+def test_all_passages_have_all_methods():
     rows = pages.load()
     cells = {(row.method, row.kept) for row in rows}
     passages = {(row.book, row.passage) for row in rows}
     assert len(rows) == len(cells) * len(passages) == 19 * 60
 
 
-def test_the_interval_is_over_novels(pages):
+def test_the_interval_is_over_novels():
     """Three novels of two passages: means 0.1, 0.2 and 0.3 above, t of two degrees 4.303."""
     above = {"a": (0.05, 0.15), "b": (0.1, 0.3), "c": (0.7, -0.1)}
     rows = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/models.md` says what the checks of `docs/generate/model_checks.py` find."""
+"""`docs/results/models.md` says what the checks of `docs/generate/model_checks.py` find."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.made_parts import END
-from tests.helpers.scripts import GENERATE, module_of
+from docs.generate import models as pages_models
+from docs.generate.made import END, row
 
 DOCS = Path(__file__).parents[2] / "docs"
 MUCH_USED = (
@@ -38,19 +38,23 @@ MUCH_USED = (
 )
 
 
-models = module_of(GENERATE, "models")
+@pytest.fixture
+def models() -> ModuleType:
+    return pages_models
 
 
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", MUCH_USED)
 def test_the_page_has_what_a_fresh_run_finds(models: ModuleType, name: str) -> None:
-    assert models.row(name, models.check(name)) in (DOCS / "models.md").read_text("utf-8")
+    assert row(*models.row(name, models.check(name))) in (DOCS / "results" / "models.md").read_text(
+        "utf-8"
+    )
 
 
 def test_the_page_is_made_of_the_records(models: ModuleType) -> None:
     known = dict(models._read(DOCS / "generate" / "architectures.jsonl"))
-    assert models.block(known) in (DOCS / "models.md").read_text("utf-8")
+    assert models.block(known) in (DOCS / "results" / "models.md").read_text("utf-8")
 
 
 def test_an_error_that_is_not_kvfolds_is_shown(models: ModuleType) -> None:
@@ -61,7 +65,7 @@ def test_an_error_that_is_not_kvfolds_is_shown(models: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_refused_classes_are_listed_with_the_reason(models: ModuleType) -> None:
-    page = (DOCS / "models.md").read_text("utf-8")
+    page = (DOCS / "results" / "models.md").read_text("utf-8")
     for name in ("FalconForCausalLM", "T5ForConditionalGeneration", "MambaForCausalLM"):
         (outcome,) = models.check(name).values()
         assert outcome.verdict == models.REFUSED
@@ -70,7 +74,7 @@ def test_refused_classes_are_listed_with_the_reason(models: ModuleType) -> None:
 
 
 def test_the_page_lists_every_class_once(models: ModuleType) -> None:
-    page = (DOCS / "models.md").read_text("utf-8")
+    page = (DOCS / "results" / "models.md").read_text("utf-8")
     block = page.partition(models.BEGIN)[2].partition(END)[0]
     words = block.replace("|", " ").replace(",", " ").replace(".", " ").split()
     listed = [word for word in words if word in models.architectures()]

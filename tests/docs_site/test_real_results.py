@@ -16,8 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 import kvfold
+from docs.generate import publish_real, real_left
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol
 from kvfold.eval.run.cell_result import CellResult
@@ -33,11 +35,10 @@ from kvfold.report.style import BASELINES
 from kvfold.report.tables import by_task, markdown
 from real_model.make import FITTED
 from tests.helpers.reports import HERE, MODEL, made
-from tests.helpers.scripts import BENCHMARKS, module_of, scripts_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
-FRONT = "# kvfold\n\n<!-- made by benchmarks/publish_real.py -->\n<!-- end -->\n\nmore\n"
+FRONT = "# kvfold\n\n<!-- made by docs/generate/publish_real.py -->\n<!-- end -->\n\nmore\n"
 BEFORE, VIEW = "before the question is known", "with the question in view"
 NOISE, NOVEL = "ruler_niah_single_1", "ruler_niah_single_2"  # which all methods are run on
 SEVERAL = {"kvzip", "pyramidkv", "snapkv", "d2o", "h2o", "streaming_llm"}  # lines of the picture
@@ -54,7 +55,9 @@ LEFT_OUT = {
 NARROW, SMALLEST = 390, 11  # pixels of a small screen, and of a letter on it
 
 
-publishing = module_of(BENCHMARKS, "publish_real")
+@pytest.fixture
+def publishing() -> ModuleType:
+    return publish_real
 
 
 def measured() -> list[CellResult]:
@@ -240,6 +243,12 @@ def test_the_next_best_is_that_of_all_methods_and_names_other_samples(
     assert "| leverage | 82.5 | 82.5 | 82.5 |" in page and "| 20 + 20 |" in page
 
 
+def drawing(publishing: ModuleType, results: Sequence[CellResult]) -> Figure:
+    drawn = Figure()
+    publishing.real_picture._draw(drawn, boards(results))
+    return drawn
+
+
 def test_no_mean_hides_that_a_task_is_solved_and_another_fails(publishing: ModuleType) -> None:
     results = [
         one.model_copy(update={"score": one.score.model_copy(update={"value": value})})
@@ -250,7 +259,7 @@ def test_no_mean_hides_that_a_task_is_solved_and_another_fails(publishing: Modul
     ]
     assert "| kvzip | 100.0 | 0.0 | 50.0 |" in publishing.real_page.page(results, [])
 
-    drawn = publishing.real_picture._figure(boards(results))
+    drawn = drawing(publishing, results)
     bars = [
         [tuple(y for _, y in segment) for segment in bar.get_segments()]
         for bar in drawn.axes[0].collections
@@ -410,7 +419,7 @@ def test_the_plan_is_what_the_command_runs(
     program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
     program.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", ROOT / "benchmarks" / "real_leaderboard.sh", "book.txt", tmp_path]
+    command = ["bash", RESULTS / "run.sh", "book.txt", tmp_path]
     subprocess.run(command, env=os.environ | {"PATH": path}, cwd=tmp_path, check=True)
     ran = {
         (task, length if tasks()[task].has_lengths else None, *asked(line), _methods(line))
@@ -431,8 +440,7 @@ def test_the_plan_is_what_the_command_runs(
 
 
 def test_what_is_left_of_the_plan_is_told_as_commands(publishing: ModuleType) -> None:
-    with scripts_of(BENCHMARKS) as script:
-        left = script("real_left").left
+    left = real_left.left
     command = publishing.commands("BOOK", "OUT")[1]
     done = {
         (one.unit, contender): one.samples
@@ -575,7 +583,7 @@ def test_equal_samples_give_equal_files(publishing: ModuleType, run: Path, check
 
 
 def test_the_picture_has_the_bytes_and_scores_of_the_records(publishing: ModuleType) -> None:
-    drawn = publishing.real_picture._figure(boards(measured()))
+    drawn = drawing(publishing, measured())
 
     for panel, (best, other) in zip(
         drawn.axes, (("KVzip", "SnapKV"), ("SnapKV", "KVzip")), strict=True

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from tests.helpers.scripts import BENCHMARKS, module_of
+from docs.results import reproduce as script
 
 TASK = "ruler_niah_single_2"
 
 
-script = module_of(BENCHMARKS, "reproduce")
-
-
-def test_the_cells_it_runs_are_published(script):
+def test_the_cells_it_runs_are_published():
     found = script.of_cells(script.compact_samples.read(script.PUBLISHED), TASK, script.CELLS)
     assert len(found) == script.SAMPLES * len(script.CELLS) == 120
     assert all(set(script.COMPARED) <= set(row) for row in found.values())
 
 
-def test_equal_rows_do_not_differ_and_others_are_named(script):
+def test_equal_rows_do_not_differ_and_others_are_named():
     published = script.of_cells(script.compact_samples.read(script.PUBLISHED), TASK, ["kvzip@0.2"])
     again = {key: dict(row) for key, row in published.items()}
     assert script.differing(published, again) == []

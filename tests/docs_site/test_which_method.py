@@ -10,16 +10,18 @@ from types import ModuleType
 
 import pytest
 
+from docs.generate import which_method
 from kvfold.methods.description import shortest, without_files
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
 from tests.helpers.reports import made
-from tests.helpers.scripts import BENCHMARKS, module_of
 
 NEEDLES = "ruler_niah_single_1", "ruler_niah_single_2"
 
 
-which = module_of(BENCHMARKS, "which_method")
+@pytest.fixture
+def which() -> ModuleType:
+    return which_method
 
 
 def page_of(which: ModuleType, results: list, samples: dict | None = None) -> str:

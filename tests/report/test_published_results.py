@@ -91,8 +91,10 @@ QUOTED = {
 
 @cache
 def paired() -> ModuleType:
-    """`benchmarks/paired.py`."""
-    spec = importlib.util.spec_from_file_location("paired", ROOT / "benchmarks" / "paired.py")
+    """`docs/generate/paired.py`."""
+    spec = importlib.util.spec_from_file_location(
+        "paired", ROOT / "docs" / "generate" / "paired.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["paired"] = module

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bounds a client: each limit of docs/serving.md is driven to where it holds."""
+"""What bounds a client: each limit of docs/serving-settings.md is driven to where it holds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def restricted(model: Any) -> Iterator[Running]:
 
 
 def test_the_table_of_bounds_says_the_defaults():
-    table = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    table = (Path(__file__).parents[2] / "docs" / "serving-settings.md").read_text()
     table = table[table.index("## Limits\n") : table.index("## Metrics")]
     own = ServerSettings()
     for name in (

@@ -20,7 +20,7 @@ from kvfold.eval.tasks import tasks
 from tests.helpers.eval_results import cell, lines, scored, text
 from tests.helpers.evaluation import HELD, outcome
 
-COMPACT = Path(__file__).parents[3] / "benchmarks" / "compact_samples.py"
+COMPACT = Path(__file__).parents[3] / "docs" / "generate" / "compact_samples.py"
 
 
 def test_a_record_counts_what_was_cut_failed_and_could_not_be_run():

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page on the papers' claims, from the records: `python -m docs.generate.claims`.
+
+`docs/results/claims/claims.toml` lists the claims, `docs/results/claims/run.sh` makes the records
+of docs/results/claims, and this writes docs/claims.md. No number of the page is typed by hand.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docs.generate import claims_cells, claims_curves
+from docs.generate.claims_evidence import (
+    Better,
+    Kept,
+    KeptByTask,
+    Layers,
+    Measured,
+    Operations,
+    Rule,
+    RuleKind,
+)
+from docs.generate.made import DOCS, RESULTS, table
+
+RECORDS, PAGE = RESULTS / "claims", DOCS / "claims.md"
+CLAIMS, RUN = RECORDS / "claims.toml", "docs/results/claims/run.sh"
+Evidence = Better | Layers | Kept | KeptByTask | Operations
+KINDS: dict[str, type[Evidence]] = {
+    "better": Better,
+    "layers": Layers,
+    "kept": Kept,
+    "kept_by_task": KeptByTask,
+    "operations": Operations,
+}
+RULES: tuple[RuleKind, ...] = ("above", "below", "within", "beyond")
+LAYERS_STEP = "layers"
+COLUMNS = "claim", "test", "result (95 %)", "n", "verdict"
+NOT_RUN, OUT_OF_REACH, IN_PART = "not run yet", "out of reach here", "in part"
+VERDICTS = ("reproduced", IN_PART, "undecided", "not reproduced", NOT_RUN, OUT_OF_REACH)
+
+HEAD = """\
+# Claims of five papers
+
+Central claims of the papers behind PyramidKV, KVzip, D2O, SimLayerKV and DBudgetKV, and what came
+of them on SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads). It is far smaller than the
+papers' models, and its texts are shorter: a claim that fails here may hold there.
+
+A claim has one or more tests, each with a rule for the 95 % interval of a mean. A test is
+
+- *reproduced* if the whole interval lies where the rule says;
+- *not reproduced* if the whole interval lies elsewhere;
+- *undecided* if it lies on both sides, which is no sign of equality.
+
+A claim whose tests have several verdicts is *in part* reproduced if at least one of them is, else
+not reproduced. That something is the best is not reproduced as soon as one test is not. Rules were
+set before the runs, those on layers after a look at one passage. **†** marks the exceptions: test
+or rule are newer than the run, made when the claims were compared with the papers once more.
+**‡**: the place in the paper could not be looked up.
+
+Differences are paired by sample, as in [evaluation](evaluation.md), and rounded once. Points are
+means over RULER's two needles at 1024 tokens, in noise and in a novel, 40 samples of each, if no
+other task is named; a needle counts if the answer has all its digits. Of 80 samples a single one
+that differs gives −1.3 (−6.8 to 3.4): "within ± 5" is met only where none does, and "above −5" is
+not if one is lost and none gained. "Within ± 5" was ± 10 for PyramidKV when its runs began, for no
+stated reason. Whatever was run is in [every cell](#every-cell).
+
+Each step goes on where it stopped, and this page is made from its records. `BOOK` is a text file
+(Project Gutenberg's 84), `BOOKS` a folder of novels; records name the commit, so commit first.
+
+```
+make real
+STEPS="{steps}" docs/results/claims/run.sh BOOK BOOKS
+python -m docs.generate.claims
+```
+"""
+LAYERS = """\
+![statistics over layers](results/claims/layers/layers.png)
+
+Each line is the mean over passages of novels, the band goes from the lowest to the highest passage.
+"""
+THRESHOLDS = """\
+![score and entries kept over the threshold](results/claims/thresholds.svg)
+
+SimLayerKV trims a layer if more than the threshold of the last query's attention is on sinks and
+recent tokens. DBudgetKV evicts until the norm of the newest query's attention has fallen by the
+threshold. Both are means over the two needles, 80 samples, with the question in view.
+"""
+CELLS = """\
+## Every cell
+
+What was run, also where no test compares it; baselines (`random`, `streaming_llm`, `cut`, `full`)
+run with each step. Steps without a table were not run yet.
+"""
+
+
+@dataclass(frozen=True)
+class Test:
+    """A measurement and the rule of its verdict."""
+
+    evidence: Evidence
+    rule: Rule
+    after: bool = False  # newer than the run
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Test:
+        """A test as `claims.toml` writes it; raises ValueError without exactly one rule."""
+        around = given.get("around", 0)
+        rules = [Rule(kind, given[kind], around) for kind in RULES if kind in given]
+        if len(rules) != 1:
+            raise ValueError(f"a test has one of {', '.join(RULES)}: {given}")
+        own = {"kind", "around", "after", *RULES}
+        options = {name: value for name, value in given.items() if name not in own}
+        return cls(KINDS[given["kind"]](**options), rules[0], given.get("after", False))
+
+    def __str__(self) -> str:
+        return f"{self.evidence}: {self.rule}{' †' if self.after else ''}"
+
+    def outcome(self, records: Path) -> tuple[Measured | None, str]:
+        """The measurement, if there is one, and the verdict."""
+        measured = self.evidence.measured(records)
+        return measured, self.rule.verdict(measured) if measured else NOT_RUN
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps of `claims.sh` that make the records."""
+        names = ("folder", "other_folder")
+        found = [getattr(self.evidence, name) for name in names if hasattr(self.evidence, name)]
+        return found or [LAYERS_STEP]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A paper's claim: its tests, or what a test here would need."""
+
+    system: str
+    says: str
+    source: str
+    tests: tuple[Test, ...] = ()
+    unreachable: str = ""
+    best: bool = False  # that something is the best: one lost test refutes it
+    why: str = ""  # why it was not reproduced, as far as known
+    note: str = ""  # what a reader of any verdict should know
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Claim:
+        tests = tuple(map(Test.of, given.get("tests", ())))
+        claim = cls(**{**given, "tests": tests})
+        if bool(claim.tests) == bool(claim.unreachable):
+            raise ValueError(f"{claim.says!r} has either tests or `unreachable`")
+        return claim
+
+    def verdict(self, records: Path) -> str:
+        """Verdict of all tests together."""
+        if self.unreachable:
+            return OUT_OF_REACH
+        found = {test.outcome(records)[1] for test in self.tests}
+        if NOT_RUN in found:
+            return NOT_RUN
+        if len(found) == 1:
+            return found.pop()
+        lost = self.best and "not reproduced" in found
+        return IN_PART if "reproduced" in found and not lost else "not reproduced"
+
+    def remark(self, records: Path) -> str:
+        """What is said below the table."""
+        told = self.verdict(records) in ("reproduced", NOT_RUN)
+        return "; ".join(text for text in ("" if told else self.why, self.note) if text)
+
+    def rows(self, records: Path) -> Iterator[list[str]]:
+        """Its rows of the table, one for each test."""
+        claim = f"{self.says} ({self.source})"
+        if self.unreachable:
+            yield [claim, f"needs {self.unreachable}", "", "", OUT_OF_REACH]
+        for number, test in enumerate(self.tests):
+            measured, verdict = test.outcome(records)
+            n = str((measured and measured.n) or "")
+            yield ["" if number else claim, str(test), str(measured or ""), n, verdict]
+
+
+@dataclass(frozen=True)
+class System:
+    """A method, its paper, and what a reader of all its claims should know."""
+
+    paper: str
+    note: str = ""
+
+
+def load(path: Path = CLAIMS) -> tuple[dict[str, System], list[Claim]]:
+    """Systems by name, and the claims."""
+    given = tomllib.loads(path.read_text(encoding="utf-8"))
+    systems = {name: System(**each) for name, each in given["systems"].items()}
+    return systems, [Claim.of(each) for each in given["claims"]]
+
+
+def steps(claims: list[Claim]) -> list[str]:
+    """Steps of `claims.sh` that these claims need."""
+    return list(dict.fromkeys(s for claim in claims for test in claim.tests for s in test.steps))
+
+
+def page(records: Path = RECORDS, path: Path = CLAIMS) -> str:
+    """The page in Markdown."""
+    systems, claims = load(path)
+    needed = steps(claims)
+    parts = [HEAD.format(steps=" ".join(needed)), _summary(systems, claims, records)]
+    if (records / LAYERS_STEP / "layers.png").exists():
+        parts.append(LAYERS)
+    if (records / claims_curves.FILE).exists():
+        parts.append(THRESHOLDS)
+    for name, system in systems.items():
+        own = [claim for claim in claims if claim.system == name]
+        parts.append(_section(name, system, own, records))
+    return "\n".join([*parts, CELLS, *claims_cells.tables(records, needed)])
+
+
+def _summary(systems: Mapping[str, System], claims: list[Claim], records: Path) -> str:
+    lines = []
+    for system in systems:
+        counted = Counter(claim.verdict(records) for claim in claims if claim.system == system)
+        lines.append([f"[{system}](#{system.lower()})", *(str(counted[v]) for v in VERDICTS)])
+    return table(["system", *VERDICTS], lines) + "\n"
+
+
+def _section(name: str, system: System, claims: list[Claim], records: Path) -> str:
+    lines = [
+        f"## {name}",
+        "",
+        f'{system.paper}. `STEPS="{" ".join(steps(claims))}" {RUN} BOOK BOOKS`',
+        "",
+        *([system.note, ""] if system.note else []),
+        table(COLUMNS, [line for claim in claims for line in claim.rows(records)]),
+    ]
+    remarks = ((claim.says, claim.remark(records)) for claim in claims)
+    reasons = [f"- **{says}**: {remark}" for says, remark in remarks if remark]
+    return "\n".join([*lines, "", *reasons, *([""] if reasons else [])])
+
+
+if __name__ == "__main__":
+    claims_curves.draw(RECORDS, RECORDS / claims_curves.FILE)
+    PAGE.write_text(page(), encoding="utf-8")

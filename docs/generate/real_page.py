@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/results/README.md and the first lines of README.md, made from the records alone."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from docs.generate import needle_rows, real_picture
+from docs.generate.made import and_list, table, with_part
+from docs.generate.needle_rows import CORE, core
+from docs.generate.real_headline import MODEL, harder, summary
+from kvfold.eval.run.cell import FULL
+from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.plan import Contender
+from kvfold.report.board import Board, boards, haystacks
+from kvfold.report.headline import FIFTH
+from kvfold.report.names import readable
+from kvfold.report.style import BASELINES
+from kvfold.report.summary import ReportRow, rows
+
+COMMAND = "docs/results/run.sh BOOK FOLDER\npython -m docs.generate.publish_real FOLDER"
+WHEN = {False: "before the question is known", True: "with the question in view"}
+BEST = 8  # methods of a table beside those of the picture
+SHOWN = f"the best {BEST}, the next lower score, the picture's, the baselines ([all](report.md))."
+DRAWN = "A point is the mean of noise and novel; its bar spans the two."
+# Short names of tasks.
+NAMES = {task: name for (task, _), name in CORE.items()} | {
+    "ruler_niah_single_3": "UUIDs",
+    "profile_form": "form",
+    "profile_conversation": "conversation",
+}
+READING = """\
+- **Before the question is known**, the context is compressed first and answers every question
+  from what is left. **With the question in view**, the two are compressed together, once for
+  each question; the size is then that after the answer.
+- **noise**, **novel**: percent of the 7-digit numbers found in RULER's noise ("The grass is
+  green. …") and in a novel. **UUIDs** are longer needles in the novel; **form** and
+  **conversation** ask for 8 facts hidden there, each alone or in turn.
+- **mean**: of noise and novel. **− full**: its difference to the full cache on the same samples
+  (95 %), ≈ if the interval holds zero. **n**: samples in noise + in the novel; compare means of
+  equal n.
+- **kept**: entries after compression, at a budget of 0.2. **bytes**: theirs, over those of all
+  entries in float32; each cache has room for a few more, so `full` is above 100 %. Over a cache of
+  16 bits the parts of quantized methods nearly double, those of others do not change. Until it has
+  compressed, a cache holds everything.
+- **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
+  over the full cache's, whose prefill counts the products that causality masks; `h2o`, `d2o`,
+  `cam` and `roco` skip most of them. [Performance](../performance.md) has seconds and memory peaks.
+- **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** reads
+  real_model/fitted/scorer.safetensors, one fit: [another fit](../fit.md) scores otherwise, and no
+  interval covers that. Half of the passages of its fit held generated statements with numbers and
+  identifiers; [fitted without them](../fit.md#which-texts) it finds about as many needles.
+  **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
+  `streaming_llm` keeps sinks and the newest tokens."""
+ON_GPU = (
+    " Of samples read on a GPU no operations are counted: their means are over the others; scores "
+    "[are the same](../performance.md#on-a-gpu)."
+)
+LINKS = """\
+- `kvfold report docs/results` makes a page of all methods and budgets, to sort and filter. The
+  site has it as `leaderboard.html`. [report.md](report.md) has the tables,
+  [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how it is measured.
+- [records.jsonl](records.jsonl), and `samples.csv.gz`: every answer's score and its first
+  characters. `python -m docs.generate.paired docs/results kvzip@0.2 snapkv@0.2` compares two
+  methods."""
+OTHERS = """\
+- [Claims of five papers](../claims.md), tested on the same model.
+- [Merging](merging.md) of evicted entries on the same model.
+- [The bundled model](bundled/README.md), made for tests, and [its
+  oddities](bundled/oddities.md)."""
+# The end of the part of README.md that is made, and its beginning.
+BEGIN = "<!-- made by docs/generate/publish_real.py -->"
+
+
+class Unit(NamedTuple):
+    """A task at a length in tokens, None for a benchmark's own rows, under a protocol."""
+
+    task: str
+    length: int | None
+    aware: bool
+
+    @classmethod
+    def of(cls, result: CellResult) -> Unit:
+        cell = result.cell
+        return cls(cell.task, cell.length, cell.protocol.question_aware)
+
+
+class Planned(NamedTuple):
+    """A unit that the leaderboard's command runs; `scored` is False for perplexities."""
+
+    unit: Unit
+    samples: int
+    contenders: frozenset[Contender]  # methods at their budgets
+    scored: bool = True
+
+
+def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
+    """docs/results/README.md; also of a part of the planned records, or of none."""
+    parts = [f"# Results of a really trained model, {MODEL}"]
+    command = f"```\n{COMMAND}\n```"
+    if not results:
+        return "\n\n".join([*parts, "Not run yet:", command, OTHERS]) + "\n"
+    if claimed := summary(results):
+        parts += [claimed, f"![score against bytes]({real_picture.FILE})", DRAWN, harder("../")]
+    parts.append(" ".join([_scope(results), *_progress(results, planned)]))
+    found = {board.question_aware: board for board in boards(core(results))}
+    for aware, when in WHEN.items():
+        parts.append(f"## {when[0].upper()}{when[1:]}")
+        parts += _board(found[aware]) if aware in found else []
+        parts += _other_tasks(readable(results), planned, aware)
+    limits = "\n".join(_limits(results))
+    parts += ["## How to read it", f"{READING}\n{limits}".strip(), command, _setup(results)]
+    parts += ["## More", f"{LINKS}\n{OTHERS}"]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def readme(text: str, results: Sequence[CellResult]) -> str:
+    """README.md's `text` with the headline and the picture of `results` between its marks."""
+    claimed = summary(results)
+    picture = f"![Score against bytes of {MODEL}, two protocols](docs/results/{real_picture.FILE})"
+    more = f"{DRAWN} [All results](docs/results/README.md), with intervals and samples."
+    parts = claimed, picture, more, harder("docs/")
+    return with_part(text, BEGIN, "\n\n".join(parts) if claimed else "")
+
+
+def _board(board: Board) -> Iterator[str]:
+    """Tables of a protocol: at a fifth of the cache, without a budget, and perplexities."""
+    every = [row for row in board.overall() if row.score]
+    whole = [row for row in every if row.complete]
+    full = [row for row in whole if row.method == FULL]
+    free = [row for row in whole if row.budget is None and row.method != FULL]
+    where = f"Haystack: {haystacks(board.scored) or 'none'}."
+    columns = {"method": needle_rows.name, **needle_rows.haystack_columns(board)}
+    columns |= {"− full (95 %)": lambda row: needle_rows.gap(row.gap), "kept": needle_rows.kept}
+    columns |= needle_rows.COSTS | {"n": needle_rows.samples_column(board)}
+    if fifth := _picked([row for row in whole if row.kept_nominal == FIFTH]):
+        yield f"### At a fifth of the cache, {board.when}"
+        methods = sum(row.kept_nominal == FIFTH for row in whole)
+        if methods > len(fifth):
+            yield f"{len(fifth)} of {methods} methods: {SHOWN}"
+        yield from (where, needle_rows.table([*full, *fifth], columns))
+    if free:
+        yield f"### Without a budget, {board.when}"
+        free.sort(key=lambda row: row.bytes_ratio or 0)
+        yield from (where, needle_rows.table([*full, *free], columns))
+    if partial := len({row.method for row in every if not row.complete}):
+        yield f"Methods run in one haystack only: {partial} ([tasks.md](tasks.md))."
+    yield from _perplexities(board)
+
+
+def _perplexities(board: Board) -> Iterator[str]:
+    """One column for each text: perplexities of unlike texts have no mean."""
+    texts = dict.fromkeys(tuple(one.cell.data) for one in board.perplexities)
+    found: dict[str, dict[str, ReportRow]] = {}
+    for data in texts:
+        own = rows([one for one in board.perplexities if one.cell.data == data])
+        shown = [row for row in own if row.method == FULL or row.kept_nominal == FIFTH]
+        kept = sorted((row for row in shown if row.score), key=needle_rows.value)
+        found[", ".join(data) or "perplexity"] = {row.method: row for row in kept}
+    whole: dict[str, ReportRow] = {}  # of the first text that a method has read
+    for of in found.values():
+        whole = {**whole, **{name: row for name, row in of.items() if name not in whole}}
+    columns: dict[str, needle_rows.Column] = {
+        "method": needle_rows.name,
+        **{text: _loss_in(of) for text, of in found.items()},
+        "kept": needle_rows.kept,
+        **{name: needle_rows.COSTS[name] for name in ("bytes", "prefill")},
+    }
+    if whole:
+        counts = and_list(sorted({str(row.samples) for row in whole.values()}))
+        yield f"### Perplexity at a fifth (lower is better), {board.when}"
+        yield f"In each text, and the difference to full (95 %); {counts} samples of each."
+        yield needle_rows.table(list(whole.values()), columns)
+
+
+def _loss_in(found: dict[str, ReportRow]) -> needle_rows.Column:
+    """The column of one text, whose rows are `found` by method."""
+
+    def told(of: ReportRow) -> str:
+        row = found.get(of.method)
+        if row is None or row.score is None:
+            return needle_rows.NONE
+        value = f"{row.score.value:.1f}"
+        return value if row.gap is None else f"{value}, {needle_rows.gap(row.gap)}"
+
+    return told
+
+
+def _picked(fifth: Sequence[ReportRow]) -> list[ReportRow]:
+    """The best methods and the next that does worse, the picture's and the baselines; best first"""
+    ranked = sorted(fifth, key=lambda row: (-needle_rows.value(row), row.bytes_ratio or 0))
+    methods = [row for row in ranked if row.method not in BASELINES]
+    worse = [row for row in methods if needle_rows.mean(row) != needle_rows.mean(methods[0])]
+    shown = {row.method for row in [*methods[:BEST], *worse[:1]]}
+    shown |= {*real_picture.LINES, *BASELINES}
+    return [row for row in ranked if row.method in shown]
+
+
+def _data(results: Sequence[CellResult]) -> list[str]:
+    return list(dict.fromkeys(name for result in results for name in result.cell.data))
+
+
+def _other_tasks(
+    results: Sequence[CellResult], planned: Sequence[Planned], aware: bool
+) -> Iterator[str]:
+    """The picture's methods on tasks and lengths that not every method is run on."""
+    scored = [one for one in results if not one.lower_is_better and Unit.of(one).aware == aware]
+    asked = {one.unit: one.samples for one in planned if one.unit.aware == aware and one.scored}
+    begun = {Unit.of(one) for one in scored if one.cell.method == FULL}
+    own = [one for one in scored if not needle_rows.is_core(one) and Unit.of(one) in begun]
+    if own:
+        yield f"### Other tasks at a fifth, {WHEN[aware]}"
+        where = f"Haystack: {haystacks(own) or 'none'}."
+        yield f"{where} SimLayerKV and DBudgetKV choose their own size."
+        yield _by_method(own, asked)
+    if lacking := _named([unit for unit in asked if unit not in begun]):
+        yield f"Not run yet {WHEN[aware]}: {lacking}."
+
+
+def _named(units: Sequence[Unit]) -> str:
+    """Tasks with their lengths, such as "noise (2048, 4096), novel (2048)"."""
+    lengths: dict[str, list[str]] = defaultdict(list)
+    for unit in units:
+        lengths[NAMES.get(unit.task, unit.task)].append(f"{unit.length or 'own rows'}")
+    return ", ".join(f"{name} ({', '.join(own)})" for name, own in lengths.items())
+
+
+def _by_method(own: Sequence[CellResult], asked: dict[Unit, int]) -> str:
+    """A row for each method, a column for each task and length; the first row counts samples."""
+    units = sorted(set(map(Unit.of, own)), key=lambda unit: (unit.task, unit.length or 0))
+    fifth = {
+        (one.cell.method, Unit.of(one)): one for one in own if one.kept_nominal in (FIFTH, None)
+    }
+    head = [f"{NAMES.get(unit.task, unit.task)}, {unit.length or 'own rows'}" for unit in units]
+    counts = [(fifth[FULL, unit].samples, asked.get(unit, 0)) for unit in units]
+    lines = [["samples", *(f"{n} of {of}" if n < of else f"{n}" for n, of in counts)]]
+    for method in (FULL, *real_picture.LINES):
+        line = real_picture.LINES.get(method)
+        found = [fifth.get((method, unit)) for unit in units]
+        scores = [f"{one.score.value:.1f}" if one and one.score else "–" for one in found]
+        lines.append([line.name if line else "full cache", *scores])
+    return table(["method", *head], lines, left=1)
+
+
+def _limits(results: Sequence[CellResult]) -> Iterator[str]:
+    """Where answers are cut off, and how often the full cache's are."""
+    full = [one for one in results if one.cell.method == FULL and not one.lower_is_better]
+    limits: dict[int, dict[str, None]] = defaultdict(dict)
+    for one in full:
+        if one.cell.protocol.answer_tokens:
+            named = NAMES.get(one.cell.task, one.cell.task)
+            limits[one.cell.protocol.answer_tokens][named] = None
+    if limits:
+        told = [f"{most} tokens ({', '.join(tasks)})" for most, tasks in limits.items()]
+        yield f"- Answers end at {and_list(told)}, finished or not."
+    for one in full:
+        if one.at_limit * 10 > one.questions and _value(one) < 100:
+            yield (
+                f"- {NAMES.get(one.cell.task, one.cell.task)}: {one.at_limit} of the full cache's "
+                f"{one.questions} answers go on to the limit, and {100 - _value(one):g} % are "
+                "wrong. A method whose answers go on less often may score higher."
+            )
+
+
+def _value(result: CellResult) -> float:
+    assert result.score
+    return result.score.value
+
+
+def _scope(results: Sequence[CellResult]) -> str:
+    """The model and texts that everything is measured on."""
+    books = _data(results)
+    texts = f"one book ({books[0]})" if len(books) == 1 else f"{len(books)} texts"
+    return f"All of it is one model of 135 million parameters and {texts}."
+
+
+def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
+    """The part of the plan that is done, unless it is all."""
+    counts = samples_of(results)
+    done = sum(len(one.contenders) - len(lacking(one, counts)) for one in planned)
+    total = sum(len(one.contenders) for one in planned)
+    longest = max((one.cell.length or 0 for one in results), default=0)
+    if done < total:
+        yield f"Of the plan, {100 * done / total:.0f} % is done ({done} of {total} cells)."
+    if any((one.unit.length or 0) > longest for one in planned):
+        yield f"Longer than {longest} tokens: nothing yet."
+
+
+def samples_of(results: Sequence[CellResult]) -> dict[tuple[Unit, Contender], int]:
+    """Samples of each contender in each unit."""
+    return {(Unit.of(one), (one.cell.method, one.cell.budget)): one.samples for one in results}
+
+
+def lacking(planned: Planned, counts: Mapping[tuple[Unit, Contender], int]) -> set[Contender]:
+    """Contenders of a unit that have fewer samples than planned."""
+    unit, samples = planned.unit, planned.samples
+    return {one for one in planned.contenders if counts.get((unit, one), 0) < samples}
+
+
+def _setup(results: Sequence[CellResult]) -> str:
+    """Model, texts, code and machines of the records, in one line."""
+    subject = results[0].cell.subject
+    commits = dict.fromkeys(commit or "unknown" for one in results for commit in one.commits)
+    machines = dict.fromkeys(
+        f"{setup.gpu or re.sub(r'[(]R[)]', '', setup.cpu)}, threads: {setup.threads}"
+        for one in results
+        for setup in one.setups
+    )
+    counted = ON_GPU if any(setup.gpu for one in results for setup in one.setups) else ""
+    return (
+        f"Records: {MODEL} in {subject.dtype}, attention `{subject.attention}`; text: "
+        f"{', '.join(_data(results))}; commit {', '.join(commits)}; {'; '.join(machines)}."
+        f"{counted}"
+    )
