@@ -118,6 +118,14 @@ def check_folder(folder: Path) -> None:
         raise KvfoldError(f"cannot write into {folder}: {problem.strerror or problem}") from problem
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it; raises KvfoldError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise KvfoldError(f"cannot write into {folder}: {problem.strerror or problem}") from problem
+
+
 @contextmanager
 def replacing(path: Path, rights: int | None = None) -> Iterator[Path]:
     """A temporary path to write to, which replaces `path` if the block succeeds.

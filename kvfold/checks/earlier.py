@@ -14,7 +14,7 @@ from kvfold.checks.check import CheckInputs, limits_of, protocol_of, subject_of
 from kvfold.checks.prompts import CheckPrompt
 from kvfold.checks.result import CheckResult
 from kvfold.errors import KvfoldError
-from kvfold.evidence.outputs import REPLACE
+from kvfold.evidence.outputs import REPLACE, check_made
 
 MARK = b'"kvfold check"'
 
@@ -52,10 +52,10 @@ def check_request(
     cells = [(method, budget) for method in asked for budget in asked[method]]
     protocol = protocol_of(tokens, question_aware, seed)
     of_cells = [(each.method, each.budget) for each in earlier.cells]
-    _compare(path, "methods and budgets", _listed(of_cells), _listed(cells))
-    _compare(path, "tolerance", earlier.limits.mean_kl, limits_of(tolerance).mean_kl)
+    check_made(path, "methods and budgets", _listed(of_cells), _listed(cells))
+    check_made(path, "tolerance", earlier.limits.mean_kl, limits_of(tolerance).mean_kl)
     for option in ("tokens", "question_aware", "seed"):
-        _compare(path, option, getattr(earlier.protocol, option), getattr(protocol, option))
+        check_made(path, option, getattr(earlier.protocol, option), getattr(protocol, option))
 
 
 def check_subject(
@@ -78,10 +78,3 @@ def check_subject(
 
 def _listed(cells: Sequence[tuple[str, str | None]]) -> str:
     return ", ".join(method if budget is None else f"{method} {budget}" for method, budget in cells)
-
-
-def _compare(path: Path, what: str, there: object, here: object) -> None:
-    if there != here:
-        raise KvfoldError(
-            f"{path} is there already, made with {what} {there} instead of {here}: {REPLACE}"
-        )

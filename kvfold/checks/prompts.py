@@ -126,9 +126,7 @@ def _of_row(where: str, row: dict[str, Any]) -> CheckPrompt:
     try:
         made = CheckPrompt.model_validate(row | {"where": where})
     except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise KvfoldError(f"{where}: field {place!r}: {first['msg']}") from None
+        raise KvfoldError(f"{where}: {source.first_problem(problem)}") from None
     reason = made.form()
     if reason is not None:
         raise KvfoldError(f"{where}: {reason}")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from pydantic import BaseModel, model_validator
 
 from kvfold.checks.reading import MethodAtBudget
-from kvfold.errors import KvfoldError
 from kvfold.eval.run.read_files import digests
 from kvfold.evidence.records import RecordFile
+from kvfold.writing import make_folder
 
 RECORDS = "check.jsonl"
 FULL = "full"
@@ -90,10 +90,7 @@ class CheckStore:
     def __init__(self, run: str, folder: Path | None) -> None:
         self.run = run
         if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as problem:
-                raise KvfoldError(f"cannot write into {folder}: {problem}") from problem
+            make_folder(folder)
         self.file = None if folder is None else RecordFile(folder / RECORDS, CheckRecord)
         loaded = self.file.load().records if self.file is not None else []
         self._found = {_key(record): record for record in loaded if record.run == run}

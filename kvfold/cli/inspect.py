@@ -18,7 +18,7 @@ from kvfold.cli.console import progress
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console
-from kvfold.writing import check_folder, write_text
+from kvfold.writing import check_folder, make_folder, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def command(
     else:
         document = InspectedText.of(tokenizer, text)
         check_length(network, document.ids.shape[1], allow_longer)
-    _make(folder)
+    make_folder(folder)
     layers, retentions = _measure(screen, network, tokenizer, document, compared, limit, seed)
     screen.print(layers_table(layers))
     screen.print(Text(explained(layers), style="dim"), end="\n\n")
@@ -114,14 +114,6 @@ def _folder(out: Path | None) -> Path:
 
 def _numbered(number: int) -> Path:
     return Path(FOLDER if number == 1 else f"{FOLDER}-{number}")
-
-
-def _make(folder: Path) -> None:
-    """Creates the folder before the run; raises KvfoldError if it cannot."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise KvfoldError(f"cannot write to {folder}: {problem}") from problem
 
 
 def _check(

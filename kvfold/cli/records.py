@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.errors import KvfoldError
 from kvfold.evidence.records import M, RecordFile
+from kvfold.writing import make_folder
 
 if TYPE_CHECKING:
     from kvfold.eval.run.cell_result import CellResult
@@ -26,10 +26,7 @@ def loaded(screen: Console, store: RecordFile[M]) -> list[M]:
 
     Raises KvfoldError if the folder cannot be created.
     """
-    try:
-        store.path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise KvfoldError(f"cannot write {store.path}: {problem}") from problem
+    make_folder(store.path.parent)
     found = store.load()
     if found.torn:
         screen.print(f"dropped a last line of {found.torn} bytes that was only half written")

@@ -14,18 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
+from kvfold.eval.run import run_folder
 from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.job import worker_spec
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
-from kvfold.eval.run.run_folder import (
-    check_unread,
-    run_missing,
-    samples_file,
-    summarize,
-    write_records,
-)
 from kvfold.eval.tasks import (
     NoData,
     SampleRequest,
@@ -40,6 +34,7 @@ from kvfold.hf.chat_template import token_count
 from kvfold.hf.models import trained_length
 from kvfold.jobs.executor import here
 from kvfold.methods.base import Method
+from kvfold.writing import make_folder
 
 # Default length of generated samples: a quarter of the model's context, at most the papers' 4096.
 # KVzip reads a text twice, so a quarter leaves room.
@@ -88,7 +83,7 @@ def evaluate(
         haystack=None if haystack is None else Path(haystack),
     )
     if out is not None:
-        check_unread(Path(out), request)
+        run_folder.check_unread(Path(out), request)
     asked = [usual_length(readable)] if lengths is None else _as_list(lengths)
     sizes = [count_of("lengths", each) for each in asked]
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
@@ -102,7 +97,7 @@ def evaluate(
         batch_size=batch_size,
     )
     if out is not None:
-        _make_folder(Path(out))
+        make_folder(Path(out))
         return _run(plan, model, tokenizer, Path(out))
     with TemporaryDirectory() as folder:
         return _run(plan, model, tokenizer, Path(folder))
@@ -197,23 +192,17 @@ def _run(
     plan: EvalPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> list[dict[str, Any]]:
     """Runs a plan in `folder`; returns its flat records. Raises KvfoldError without any answer."""
-    samples, cells = samples_file(folder), plan.cells()
-    for _ in run_missing(plan, samples, here(worker_spec(plan.subject.name), model, tokenizer)):
+    samples, cells = run_folder.samples_file(folder), plan.cells()
+    worker = here(worker_spec(plan.subject.name), model, tokenizer)
+    for _ in run_folder.run_missing(plan, samples, worker):
         pass
-    records = summarize(samples.load().records, cells)
-    write_records(folder, records)
+    records = run_folder.summarize(samples.load().records, cells)
+    run_folder.write_records(folder, records)
     own = [record for record in records if record.cell in cells]
     if not any(record.samples for record in own):
         reasons = dict.fromkeys(reason for record in own for reason in record.errors)
         raise KvfoldError(f"no sample has an answer: {'; '.join(list(reasons)[:3])}")
     return [flat(record, CellResult) for record in own]
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise KvfoldError(f"{out} cannot be a folder of results: {problem.strerror}") from problem
 
 
 def _as_list(given: Any) -> list[Any]:

@@ -41,6 +41,14 @@ def check_own(*paths: Path, option: str = "--out") -> None:
             raise KvfoldError(f"{path} is not of kvfold: choose another {option}")
 
 
+def check_made(path: Path, what: str, there: object, here: object) -> None:
+    """Raises KvfoldError if the file at `path` was made with another value of `what` than here."""
+    if there != here:
+        raise KvfoldError(
+            f"{path} is there already, made with {what} {there} instead of {here}: {REPLACE}"
+        )
+
+
 def _beginning(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(BEGINNING)

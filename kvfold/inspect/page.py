@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.evidence import page as evidence
-from kvfold.inspect.attention_maps import (
-    CELLS,
-    MOST,
-    SINKS,
-    THRESHOLDS,
-    LayerAttention,
-    lazy_window,
-)
+from kvfold.inspect import attention_maps as maps
 from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.retention import Retention
@@ -34,7 +27,7 @@ SCRIPTS = ("charts.js", "document.js", "page.js")
 def page(
     title: str,
     document: InspectedText,
-    layers: Sequence[LayerAttention],
+    layers: Sequence[maps.LayerAttention],
     retentions: Sequence[Retention],
 ) -> str:
     """The HTML page; the document's text is embedded as data, never as markup or script."""
@@ -51,7 +44,7 @@ def page(
 def contents(
     title: str,
     document: InspectedText,
-    layers: Sequence[LayerAttention],
+    layers: Sequence[maps.LayerAttention],
     retentions: Sequence[Retention],
 ) -> dict[str, Any]:
     """Data of the page's script; grids are row-major bytes in base64."""
@@ -66,11 +59,11 @@ def contents(
         "methods": [{"name": h.method, "counts": _base64_bytes(h.counts)} for h in retentions],
         "attention": [_attention(layer) for layer in layers],
         "d2o": _share_of_d2o(layers),
-        "cuts": cuts(tokens, CELLS),
-        "thresholds": THRESHOLDS,
-        "most": MOST,
-        "sinks": SINKS,
-        "window": lazy_window(tokens),
+        "cuts": cuts(tokens, maps.CELLS),
+        "thresholds": maps.THRESHOLDS,
+        "most": maps.MOST,
+        "sinks": maps.SINKS,
+        "window": maps.lazy_window(tokens),
     }
 
 
@@ -92,7 +85,7 @@ def folded(pieces: Sequence[str]) -> dict[int, str]:
 
 
 def _facts(
-    title: str, tokens: int, layers: Sequence[LayerAttention], retentions: Sequence[Retention]
+    title: str, tokens: int, layers: Sequence[maps.LayerAttention], retentions: Sequence[Retention]
 ) -> list[tuple[str, str]]:
     budgets = dict.fromkeys(h.budget for h in retentions if h.budget != "none")
     facts = [
@@ -104,7 +97,7 @@ def _facts(
     return facts + [("budget", budget) for budget in budgets]
 
 
-def _attention(layer: LayerAttention) -> dict[str, Any]:
+def _attention(layer: maps.LayerAttention) -> dict[str, Any]:
     return {
         "cells": _base64_bytes(logarithmic(layer.cells)),
         "entropy": _rounded(layer.entropy),
@@ -122,7 +115,7 @@ def logarithmic(cells: Tensor) -> Tensor:
     return torch.where(cells > 0, (1 + 254 * level).round(), 0.0)
 
 
-def _share_of_d2o(layers: Sequence[LayerAttention]) -> list[float]:
+def _share_of_d2o(layers: Sequence[maps.LayerAttention]) -> list[float]:
     """D2O's layer budgets over the uniform budget (equation 5, normalised across layers)."""
     density = densities([layer.variance[None] for layer in layers], "across_layers")[:, 0]
     return _rounded((-density).softmax(0) * len(layers))

@@ -14,14 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvfold.evidence.pictures import bare
-from kvfold.inspect.attention_maps import (
-    CELLS,
-    MOST,
-    SINKS,
-    THRESHOLDS,
-    LayerAttention,
-    lazy_window,
-)
+from kvfold.inspect import attention_maps as maps
 from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.kept import COLUMNS, maps_figure
@@ -38,7 +31,7 @@ GREY = "#888888"
 ACROSS = 4  # panels per row
 
 
-def attention_figure(layers: Sequence[LayerAttention]) -> Figure:
+def attention_figure(layers: Sequence[maps.LayerAttention]) -> Figure:
     """Attention heatmaps per layer, and below them entries that hold most of it (PyramidKV)."""
     tokens, rows = len(layers[0].edges), -(-len(layers) // ACROSS)
     figure = Figure(figsize=(11, 2.9 * rows + 2.6), dpi=130)
@@ -46,7 +39,7 @@ def attention_figure(layers: Sequence[LayerAttention]) -> Figure:
     parts: Any = figure.subfigures(2, 1, height_ratios=[2.9 * rows, 2.6])
     above, below = parts
     panels = above.subplots(rows, ACROSS, squeeze=False).flat
-    edges = np.array(cuts(tokens, CELLS))
+    edges = np.array(cuts(tokens, maps.CELLS))
     for layer, panel in zip(layers, panels, strict=False):
         cells = np.where(layer.cells > 0, layer.cells, np.nan)
         shown = panel.pcolormesh(edges, edges, cells, cmap=SHADES, norm=LogNorm(LEAST, 1))
@@ -67,7 +60,7 @@ def attention_figure(layers: Sequence[LayerAttention]) -> Figure:
     return figure
 
 
-def variance_figure(layers: Sequence[LayerAttention]) -> Figure:
+def variance_figure(layers: Sequence[maps.LayerAttention]) -> Figure:
     """Variance of the column sums: one dot per KV head, a line of layer means (D2O)."""
     figure = Figure(figsize=(11, 3.2), dpi=130, layout="constrained")
     panel = figure.subplots()
@@ -84,7 +77,7 @@ def variance_figure(layers: Sequence[LayerAttention]) -> Figure:
     return figure
 
 
-def lazy_figure(layers: Sequence[LayerAttention]) -> Figure:
+def lazy_figure(layers: Sequence[maps.LayerAttention]) -> Figure:
     """Attention mass on sinks and window, layer × query; dark layers are lazy (SimLayerKV)."""
     tokens = len(layers[0].edges)
     figure = Figure(figsize=(11, 1.6 + 0.22 * len(layers)), dpi=130, layout="constrained")
@@ -99,23 +92,23 @@ def lazy_figure(layers: Sequence[LayerAttention]) -> Figure:
     panel.set_yticks(range(0, len(layers), step), [str(layer.index) for layer in layers[::step]])
     panel.set_ylabel("layer", fontsize=9)
     panel.set_xlabel("query (token)", fontsize=9)
-    window = lazy_window(tokens)
+    window = maps.lazy_window(tokens)
     panel.set_title(
-        f"attention to the first {SINKS} tokens and the last {window}", loc="left", fontsize=10
+        f"attention to the first {maps.SINKS} tokens and the last {window}", loc="left", fontsize=10
     )
     figure.colorbar(shown, ax=panel, pad=0.01).ax.tick_params(labelsize=8)
     bare(panel)
     return figure
 
 
-def norm_figure(layers: Sequence[LayerAttention]) -> Figure:
+def norm_figure(layers: Sequence[maps.LayerAttention]) -> Figure:
     """Relative loss of the last query's attention norm against entries kept (DBudgetKV)."""
     figure = Figure(figsize=(11, 3.6), dpi=130, layout="constrained")
     panel = figure.subplots()
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
     for layer, shade in zip(layers, shades, strict=True):
         kept = layer.kept.numpy()
-        panel.step(kept, THRESHOLDS, where="pre", color=shade, label=f"layer {layer.index}")
+        panel.step(kept, maps.THRESHOLDS, where="pre", color=shade, label=f"layer {layer.index}")
     panel.axhline(0.01, color=WARM, linewidth=1, linestyle="--", label="the paper's 1 %")
     panel.set_yscale("log")
     panel.set_xlim(0, len(layers[0].edges))
@@ -135,7 +128,7 @@ def kept_maps_figure(
     return maps_figure(grids, needles, 1, "layer, shade: share of KV heads", layers)
 
 
-def _pyramid(panel: Axes, layers: Sequence[LayerAttention], tokens: int) -> None:
+def _pyramid(panel: Axes, layers: Sequence[maps.LayerAttention], tokens: int) -> None:
     """Draws `CURVES` over layers: mean over heads, and a band from minimum to maximum."""
     for label, color, found in CURVES:
         heads = [found(layer).numpy() for layer in layers]
@@ -151,11 +144,11 @@ def _pyramid(panel: Axes, layers: Sequence[LayerAttention], tokens: int) -> None
     bare(panel, grid="both")
 
 
-CURVES: tuple[tuple[str, str, Callable[[LayerAttention], Tensor]], ...] = (
-    (f"hold {MOST:.0%} of all attention", COLD, lambda layer: layer.holders.float()),
+CURVES: tuple[tuple[str, str, Callable[[maps.LayerAttention], Tensor]], ...] = (
+    (f"hold {maps.MOST:.0%} of all attention", COLD, lambda layer: layer.holders.float()),
     ("one query attends to (exp of its entropy)", WARM, lambda layer: layer.entropy.exp()),
 )
 
 
-def _layer_indices(layers: Sequence[LayerAttention]) -> list[int]:
+def _layer_indices(layers: Sequence[maps.LayerAttention]) -> list[int]:
     return [layer.index for layer in layers]

@@ -24,7 +24,7 @@ from kvfold.contexts.files.read import check_model, keeps_scores
 from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
-from kvfold.evidence.outputs import REPLACE
+from kvfold.evidence.outputs import REPLACE, check_made
 from kvfold.fitted.file import digest_of_file
 from kvfold.fitted.fits import digests_of
 from kvfold.generation.request import Compress
@@ -106,11 +106,7 @@ def check_options(path: Path, options: CompressOptions) -> None:
         ("system", header.system, options.system),
         ("template", header.arguments, dict(options.template or {})),
     ):
-        if found != wanted:
-            raise KvfoldError(
-                f"{path} is there already, made with {option} {found} instead of {wanted}: "
-                f"{REPLACE}"
-            )
+        check_made(path, option, found, wanted)
 
 
 def _shown(fits: dict[str, str]) -> str:

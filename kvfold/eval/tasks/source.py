@@ -61,7 +61,7 @@ def samples(
         try:
             yield replace(convert(schema.model_validate(row)), index=index)
         except ValidationError as error:
-            yield UnreadableSample(where, _first(error))
+            yield UnreadableSample(where, first_problem(error))
         except (ValueError, SyntaxError) as error:
             yield UnreadableSample(where, str(error))
         except _ODD as error:
@@ -120,7 +120,8 @@ def _picked(one: tuple[str, Any], wanted: Callable[[dict[str, Any]], bool]) -> b
     return not isinstance(one[1], dict) or wanted(one[1])
 
 
-def _first(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first field that is not as it should be, and why."""
     found = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in found["loc"])
     return f"field {place!r}: {found['msg']}"

@@ -76,9 +76,7 @@ def fit_centres(
 
 def _sums(layer: LayerRead) -> Tensor:
     """Sums over queries before RoPE `[2, Hq, D]`, float64: of them, and of their pairs' lengths."""
-    layer.rotation.check_reversible()
-    at = torch.arange(layer.queries.shape[1], device=layer.queries.device)[None]
-    before = layer.rotation(layer.queries[None].float(), -at)[0].double()
+    before = layer.unrotated(layer.queries).double()
     lengths = pair_norms(before, _pairs(layer).double())
     return torch.stack([before.sum(1), lengths.sum(1)]).cpu()
 

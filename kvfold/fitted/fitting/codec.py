@@ -211,11 +211,7 @@ def _of_heads(covariances: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _numbers(layers: Sequence[LayerRead]) -> Iterator[Tensor]:
     """Keys before RoPE, and values, of a text behind its sinks: `[n, L·H·D]`, float32."""
-    keys = []
-    for each in layers:
-        each.rotation.check_reversible()
-        back = -torch.arange(each.keys.shape[1], device=each.keys.device)[None]
-        keys.append(each.rotation(each.keys[None].float(), back)[0])
+    keys = [each.unrotated(each.keys) for each in layers]
     for entries in (keys, [each.values.float() for each in layers]):
         yield torch.cat([e[:, SINKS:].transpose(0, 1).flatten(1).cpu() for e in entries], -1)
 

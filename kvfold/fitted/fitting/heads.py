@@ -82,15 +82,9 @@ def area(query: Tensor, keys: Tensor, rotate: Rotate, scale: float, length: int)
 
 def _area(layer: LayerRead) -> Tensor:
     """Scores `[H]` of one layer, by the means of its queries and keys before RoPE."""
-    layer.rotation.check_reversible()
-    back = -torch.arange(layer.keys.shape[1], device=layer.keys.device)[None]
-    means = [
-        layer.rotation(entries[None].float(), back)[0].mean(1)
-        for entries in (layer.queries, layer.keys)
-    ]
+    query, key = (layer.unrotated(each).mean(1) for each in (layer.queries, layer.keys))
     group = len(layer.queries) // len(layer.keys)
-    keys = means[1].repeat_interleave(group, 0)
-    found = area(means[0], keys, layer.rotation, layer.scale, LENGTH)
+    found = area(query, key.repeat_interleave(group, 0), layer.rotation, layer.scale, LENGTH)
     return found.view(-1, group).mean(-1).cpu()
 
 

@@ -36,6 +36,15 @@ class LayerRead:
     scale: float
     rotation: Rotation
 
+    def unrotated(self, entries: Tensor) -> Tensor:
+        """Its queries or keys `[h, T, D]` before RoPE, float32.
+
+        Raises UnsupportedModel where keys cannot be rotated back.
+        """
+        self.rotation.check_reversible()
+        back = -torch.arange(entries.shape[1], device=entries.device)[None]
+        return self.rotation(entries[None].float(), back)[0]
+
 
 def check_inputs(
     model: PreTrainedModel,

@@ -92,7 +92,7 @@ def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_pa
 def test_a_file_is_no_folder_of_results_and_windows_have_one_length(setting, tmp_path):
     file = tmp_path / "file"
     file.write_text("the quick brown fox " * 400)
-    with pytest.raises(KvfoldError, match="cannot be a folder of results"):
+    with pytest.raises(KvfoldError, match="cannot write into"):
         kvfold.evaluate(setting.model, setting.tokenizer, "kv_retrieval", "knorm", 0.5, out=file)
     with pytest.raises(KvfoldError, match="continuation cuts its texts into windows of one length"):
         kvfold.evaluate(
