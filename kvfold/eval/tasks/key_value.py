@@ -10,7 +10,7 @@ context, as SCBench does (arXiv 2412.10319).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from pydantic import Field
@@ -33,6 +33,7 @@ LEAST_PAIRS = 2
 INTRO = "Extract the value corresponding to the specified key in the JSON object below."
 
 Pairs = Sequence[tuple[str, str]]
+Samples = Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]
 
 
 class _KeyValueRow(source.DatasetRow):
@@ -92,39 +93,23 @@ def _many(name: str, conversation: bool, request: SampleRequest) -> Iterator[Tas
     return fitted(request, name, build, LEAST_PAIRS)
 
 
-_SOURCE = "nelson-liu/lost-in-the-middle, arXiv 2307.03172"
-_METRICS = {"substring": by_answers(string_match_part)}
+def _task(name: str, summary: str, group: str, samples: Samples, also: str = "") -> Task:
+    source = f"nelson-liu/lost-in-the-middle, arXiv 2307.03172{also}"
+    metrics = {"substring": by_answers(string_match_part)}
+    rows = name if name == "kv_retrieval" else ""
+    return Task(
+        name, summary, source, "kv_retrieval", group, samples, metrics, generated=True, rows=rows
+    )
+
 
 TASKS = (
-    Task(
-        "kv_retrieval",
-        "one UUID's value in a JSON object",
-        _SOURCE,
-        "kv_retrieval",
-        "many needles",
-        _single,
-        _METRICS,
-        generated=True,
-        rows="kv_retrieval",
+    _task("kv_retrieval", "one UUID's value in a JSON object", "many needles", _single),
+    _task(
+        "shared_kv", "many questions, each on its own, about one JSON object", "shared context",
+        partial(_many, "shared_kv", False), "; SCBench's shared context",
     ),
-    Task(
-        "shared_kv",
-        "many questions, each on its own, about one JSON object",
-        f"{_SOURCE}; SCBench's shared context",
-        "kv_retrieval",
-        "shared context",
-        partial(_many, "shared_kv", False),
-        _METRICS,
-        generated=True,
+    _task(
+        "conversation_kv", "one question after the other about one JSON object", "multi-turn",
+        partial(_many, "conversation_kv", True), "; SCBench's turns",
     ),
-    Task(
-        "conversation_kv",
-        "one question after the other about one JSON object",
-        f"{_SOURCE}; SCBench's turns",
-        "kv_retrieval",
-        "multi-turn",
-        partial(_many, "conversation_kv", True),
-        _METRICS,
-        generated=True,
-    ),
-)
+)  # fmt: skip

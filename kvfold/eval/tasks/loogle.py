@@ -17,26 +17,9 @@ from pydantic import Field
 from kvfold.eval.metrics import loogle as metrics
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Metric, Question, Task, TaskSample, by_answer, by_note
+from kvfold.eval.tasks.prompts import prompts_of
 
-_QA = ("Please answer the question based on the long texts below. \n", "\nQuestion: {Q}\nAnswer: ")
-_CLOZE = (
-    "Please fill in the clozes based on the given long texts below. Each of the placeholder "
-    "'<mask-n>' in the question could be an entity of Person, Location or Organiocation. The same "
-    "masks represent the same entity. Output a json format answer, for example: {'<mask-0>': "
-    "'Bob', '<mask-1>': 'Gorrosion Magazine','<mask-2>': 'Bethel Horizon'}\n",
-    "\n Question: {Q} What are the masked entities? \nAnswer:",
-)
-# Text before the document, text after it, and the maximal length of an answer in tokens.
-PROMPTS = {
-    "shortdep_qa": (*_QA, 300),
-    "longdep_qa": (*_QA, 500),
-    "longdep_summarization": (
-        "Please generate a summary of the below paper. \n",
-        "\n Summarization: ",
-        500,
-    ),
-    "shortdep_cloze": (*_CLOZE, 50),
-}
+PROMPTS = prompts_of("loogle")
 
 
 class _LooGLERow(source.DatasetRow):
@@ -53,7 +36,7 @@ def _pairs(row: _LooGLERow) -> list[tuple[str, Any]]:
 
 
 def _convert(task: str, row: _LooGLERow) -> TaskSample:
-    before, after, limit = PROMPTS[task]
+    before, after = PROMPTS[task].parts
     try:
         pairs = _pairs(row)
     except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
@@ -72,11 +55,8 @@ def _convert(task: str, row: _LooGLERow) -> TaskSample:
         parts = (*answer, *answer.values()) if isinstance(answer, dict) else ()
         if not all(isinstance(part, str) for part in parts):
             raise ValueError(f"field 'qa_pairs': masks and names are {answer!r:.40}, not texts")
-        questions.append(
-            Question(
-                after.replace("{Q}", asked), (str(answer),), limit, metadata={"answer": answer}
-            )
-        )
+        text, limit = after.replace("{Q}", asked), PROMPTS[task].max_new_tokens
+        questions.append(Question(text, (str(answer),), limit, metadata={"answer": answer}))
     name, metadata = f"loogle_{task}", {"title": row.title}
     return TaskSample(name, 0, before + row.input, tuple(questions), metadata=metadata)
 
@@ -92,23 +72,17 @@ _MASKS: dict[str, Metric] = {
     "exact_match": by_note("answer", metrics.cloze),
     "partial_match": by_note("answer", partial(metrics.cloze, partial=True)),
 }
-_SUMMARIES = {
-    "shortdep_qa": "questions whose evidence is in one place",
-    "longdep_qa": "questions whose evidence is spread over the document",
-    "longdep_summarization": "summaries of papers",
-    "shortdep_cloze": "masked names to fill in",
-}
 
 TASKS = tuple(
     Task(
         f"loogle_{task}",
-        summary,
+        prompt.summary,
         "bigai-nlco/LooGLE, arXiv 2311.04939",
         "loogle",
-        "summarisation" if "summar" in task else "question answering",
+        prompt.group,
         source.rows_of(_LooGLERow, partial(_convert, task), task, "bigainlco/LooGLE", task),
         _MASKS if task == "shortdep_cloze" else _TEXT,
         truncation="middle",
     )
-    for task, summary in _SUMMARIES.items()
+    for task, prompt in PROMPTS.items()
 )
