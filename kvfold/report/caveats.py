@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.evidence.estimates import Estimate
 from kvfold.loading import BUNDLED
 from kvfold.measure.machine import MachineSetup
 from kvfold.report.board import Board
 from kvfold.report.style import BASELINES
-from kvfold.report.summary import ReportRow, budgets, gap
+from kvfold.report.summary import budgets, gap
 
 # Samples below which a score is called uncertain.
 FEW = 50
@@ -51,7 +50,7 @@ class Caveat(NamedTuple):
 
 def board_caveats(board: Board) -> list[Caveat]:
     """Caveats about one board; those without a case are left out."""
-    return _nonempty(
+    every = (
         Caveat("The full cache itself is near guessing", _near_guessing(board.scored)),
         Caveat("KVzip's rows flatter it on this model", _trained_on(board)),
         Caveat("Insensitive: random eviction does as well as the full cache",
@@ -70,6 +69,7 @@ def board_caveats(board: Board) -> list[Caveat]:
         Caveat("The code was not one clean commit", _commits(board.results)),
         Caveat("No score", _unscored(board.results)),
     )  # fmt: skip
+    return [caveat for caveat in every if caveat.lines]
 
 
 def _inverted_budgets(board: Board) -> list[str]:
@@ -77,32 +77,16 @@ def _inverted_budgets(board: Board) -> list[str]:
     rows = [row for row in board.overall() if row.score and row.kept_nominal is not None]
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
-        own = sorted((row for row in rows if row.method == method), key=_nominal)
-        for less, more in itertools.pairwise(own):
-            if less.score and more.score and _surely_above(less.score, more.score):
+        known = board.subject.name == BUNDLED and method.partition(":")[0] == "kvzip"
+        own = [(row, row.score) for row in rows if row.method == method and row.score]
+        own.sort(key=lambda pair: pair[0].kept_nominal or 0.0)
+        for (less, one), (more, other) in itertools.pairwise(own):
+            if one.low is not None and other.high is not None and one.low > other.high:
                 lines.append(
-                    f"{method}: {less.score.value:.1f} at {less.budget}, and "
-                    f"{more.score.value:.1f} at {more.budget}{_known_reason(board, method)}"
+                    f"{method}: {one.value:.1f} at {less.budget}, and {other.value:.1f} at "
+                    f"{more.budget}{f'; {DISTRACTED}' if known else ''}"
                 )
     return lines
-
-
-def _nominal(row: ReportRow) -> float:
-    return row.kept_nominal or 0.0
-
-
-def _surely_above(one: Estimate, other: Estimate) -> bool:
-    return one.low is not None and other.high is not None and one.low > other.high
-
-
-def _known_reason(board: Board, method: str) -> str:
-    """Known reason for inverted budgets of `method` on the bundled model; else empty."""
-    known = {"kvzip": DISTRACTED}.get(method.partition(":")[0])
-    return f"; {known}" if known and board.subject.name == BUNDLED else ""
-
-
-def _nonempty(*caveats: Caveat) -> list[Caveat]:
-    return [caveat for caveat in caveats if caveat.lines]
 
 
 def near_guessing(result: CellResult) -> bool:

@@ -88,6 +88,7 @@ def cell_result(
     scores = {name: estimate(list(outcomes.values()), name) for name in names if outcomes}
     answers = [answer for outcome in outcomes.values() for answer in outcome.answers]
     held = [outcome.held for outcome in outcomes.values()]
+    layers = zip(*(one.kept_per_layer for one in held), strict=True)
     tokens = sum(answer.tokens for answer in answers)
     answering = sum(outcome.answer_seconds for outcome in outcomes.values())
     itself = cell == cell.reference
@@ -108,7 +109,7 @@ def cell_result(
         by=breakdown([s for s in samples if s.outcome], names[0]) if scores else {},
         kept_nominal=nominal,
         kept=_mean(one.kept for one in held),
-        kept_per_layer=_per_layer([one.kept_per_layer for one in held]),
+        kept_per_layer=tuple(sum(layer) / len(layer) for layer in layers),
         nbytes=_mean(one.nbytes for one in held),
         nbytes_full=_mean(one.nbytes_full for one in held),
         peak_bytes=max((one.peak_bytes for one in held if one.peak_bytes), default=None),
@@ -116,8 +117,8 @@ def cell_result(
         prefill_seconds=_mean(outcome.prefill_seconds for outcome in outcomes.values()),
         seconds_per_token=answering / tokens if tokens else None,
         answer_tokens=tokens / len(answers) if answers else None,
-        prefill_operations=_mean_of_known(o.prefill_operations for o in outcomes.values()),
-        step_operations=_mean_of_known(o.step_operations for o in outcomes.values()),
+        prefill_operations=_mean(o.prefill_operations for o in outcomes.values()),
+        step_operations=_mean(o.step_operations for o in outcomes.values()),
         truncation=task.truncation,
         truncated=sum(outcome.left_out > 0 for outcome in outcomes.values()),
         at_limit=sum(answer.ended == "limit" for answer in answers),
@@ -128,17 +129,10 @@ def cell_result(
     )
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    return _mean(value for value in values if value is not None)
-
-
-def _per_layer(kept: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(sum(layer) / len(layer) for layer in zip(*kept, strict=True))
 
 
 def _distinct(setups: Iterable[MachineSetup]) -> tuple[MachineSetup, ...]:

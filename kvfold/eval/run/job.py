@@ -204,11 +204,4 @@ def _with_peak(model: PreTrainedModel, outcome: SampleOutcome, before: int) -> S
     return outcome.model_copy(update={"held": held})
 
 
-@cache
-def _setup() -> MachineSetup:
-    return MachineSetup.here()
-
-
-@cache
-def _commit() -> str | None:
-    return commit()
+_setup, _commit = cache(MachineSetup.here), cache(commit)

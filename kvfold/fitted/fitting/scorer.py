@@ -125,8 +125,10 @@ def _learned(
     features, sums = progress.features, progress.sums
     for done, text in enumerate(reader.read(texts[progress.done :], "learned"), progress.done + 1):
         features = features or Features.of_first(text, seed)
-        sums = sums or _no_sums(features)
-        _add(sums, features, text)
+        layers, heads, size = features.scales.shape
+        sums = sums or RidgeSums.empty(layers * heads, size + features.projections.shape[1])
+        for layer, targets in enumerate(text.targets):
+            sums.add(layer * heads, features.of_layer(text, layer), targets)
         progress.save(done, features, sums)
     assert features is not None and sums is not None
     return features, sums
@@ -161,18 +163,6 @@ def parts_of(texts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         return list(texts[:-2]), [texts[-2]], [texts[-1]]
     learned = [text for number, text in enumerate(texts) if number % 4 != 3]
     return learned, held[::2], held[1::2]
-
-
-def _no_sums(features: Features) -> RidgeSums:
-    layers, heads, size = features.scales.shape
-    return RidgeSums.empty(layers * heads, size + features.projections.shape[1])
-
-
-def _add(sums: RidgeSums, features: Features, text: ScoredText) -> None:
-    layers, heads = text.scores.shape[:2]
-    targets = text.targets
-    for layer in range(layers):
-        sums.add(layer * heads, features.of_layer(text, layer), targets[layer])
 
 
 def _candidates(features: Features, sums: RidgeSums, most: int) -> Candidates:
