@@ -45,10 +45,10 @@ NOT_QUICK := bench cli docs_site eval/lm_eval eval/run jobs serve test_bundled.p
 .PHONY: demo real fits ready test test-all quick test-ends test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
 	check docs models train constraints clean
 
-demo: .venv/ready $(if $(REAL),real)
+demo: .venv/installed $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model "$$REAL") $(if $(BOOK),--book "$$BOOK")
 
-real: .venv/ready
+real: .venv/installed
 	$(BIN)/python -m real_model.make $(if $(REAL),"$$REAL")
 
 # Anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier files are replaced.
@@ -114,10 +114,17 @@ train: .venv/ready
 	$(BIN)/python -m training.train
 	$(BIN)/python -m training.evaluate
 
-# pip comes last in a venv: one without it was interrupted.
-.venv/ready: pyproject.toml constraints.txt
+# kvfold and what it runs on, nothing of development. pip comes last in a venv: one without it was
+# interrupted.
+.venv/installed: pyproject.toml constraints.txt
+	@echo "Installing kvfold, with torch and transformers, into .venv; once, in one to a few minutes."
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet $(PINNED) --editable .
+	touch $@
+
+.venv/ready: .venv/installed
+	@echo "Installing what tests and development need into .venv; once, in a few minutes."
 	$(BIN)/pip install --quiet $(PINNED) --editable ".[dev]"
 	touch $@
 

@@ -70,7 +70,8 @@ def test_paths_are_taken_as_they_are(folder: Path, real: str, taken: str) -> Non
     (folder / ".venv/bin").mkdir(parents=True)
     for name in ("python", "kvfold"):
         shutil.copy(folder / "tool", folder / ".venv/bin" / name)
-    (folder / ".venv/ready").touch()
+    for stamp in ("installed", "ready"):
+        (folder / ".venv" / stamp).touch()
     told = [
         *("python", "-m", "real_model.make", taken, f"REAL is {taken}"),
         *("kvfold", "demo", "--model", taken, "--book", "my  book.txt", f"REAL is {taken}"),
@@ -88,6 +89,14 @@ def test_a_venv_that_was_interrupted_is_made_anew(folder: Path, venv: str) -> No
     assert (folder / venv / "bin/python").exists() and not (folder / venv / "bin/pip").exists()
     assert made(folder, *words) == 0
     assert (folder / venv / "ready").exists()
+
+
+@pytest.mark.parametrize(("target", "extras"), [("demo", {"."}), ("check", {".", ".[dev]"})])
+def test_the_demo_installs_the_runtime_alone(folder: Path, target: str, extras: set[str]) -> None:
+    command = ["make", "--dry-run", target]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    editable = [line for line in ran.stdout.splitlines() if "--editable" in line]
+    assert {line.split()[-1].strip('"') for line in editable} == extras
 
 
 def test_another_model_is_not_fitted_in_place_of_the_one_made(folder: Path) -> None:

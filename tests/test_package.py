@@ -82,7 +82,7 @@ def test_links_are_alive_in_the_sdist(sdist: dict[str, str]) -> None:
         for link in LINK.findall(sdist[page])
         if os.path.normpath(PurePosixPath(page).parent / link) not in sdist.keys() | folders
     ]
-    assert "docs/auto.md" in LINK.findall(sdist["README.md"])
+    assert "docs/basics.md" in LINK.findall(sdist["README.md"])
     assert not dead
 
 

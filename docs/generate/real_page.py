@@ -118,11 +118,10 @@ def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
 
 
 def readme(text: str, results: Sequence[CellResult]) -> str:
-    """README.md's `text` with the headline and the picture of `results` between its marks."""
+    """README.md's `text` with the headline of `results` between its marks."""
     claimed = summary(results)
-    picture = f"![Score against bytes of {MODEL}, two protocols](docs/results/{real_picture.FILE})"
-    more = f"{DRAWN} [All results](docs/results/README.md), with intervals and samples."
-    parts = claimed, picture, more, harder("docs/")
+    more = "[All results](docs/results/README.md), with intervals and samples."
+    parts = claimed, more, harder("docs/")
     return with_part(text, BEGIN, "\n\n".join(parts) if claimed else "")
 
 

@@ -6,52 +6,66 @@ from __future__ import annotations
 import shlex
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from kvfold.cache.stats import OVER_BUDGET
 from kvfold.cli.bench import words
-from kvfold.cli.console import progress
 from kvfold.cli.options import ModelOption, ModelPlace, model_of, read_text
 from kvfold.errors import KvfoldError
 from kvfold.evidence.outputs import check_apart, check_own
-from kvfold.evidence.tables import size, table
+from kvfold.evidence.tables import seconds, size
 from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
 from kvfold.writing import check_folder, check_place, write_text
 
 if TYPE_CHECKING:
-    from kvfold.cli.measure import DemoResult, DemoTrial
+    from kvfold.cli.measure import DemoTrial, Requests, Steps
+    from kvfold.contexts.context import Context
 
-ANY_QUESTION = "kvzip"
-AWARE = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
-METHODS = (ANY_QUESTION, *AWARE)
-SHOWN = ("full", "snapkv", "random")
-# Tokens of the document and needles in it. The bundled model was trained to tell needles apart, and
-# half of its trained length is read in no time; small chat models mix up more than a few.
-LENGTH, NEEDLES = 2304, 6
+FULL = "full"
+# `zap` reads a file that is fitted for a model: the bundled one brings its own.
+FITTED = "zap"
+METHODS = ("kvzip", FITTED, "compactor", "snapkv", "streaming_llm", "random")
+# Documents with questions; and of one longer document, requests whose steps are timed.
+DOCUMENTS, REQUESTS = 2, 8
+# Tokens of a document and needles in it, and tokens of a request. The bundled model was trained to
+# tell four needles apart; small chat models mix up more than a few.
+LENGTH, NEEDLES, LONG = 1024, 4, 4096
 OTHER_LENGTH, OTHER_NEEDLES = 1024, 3
-KNOWN = (
-    "With the question in the prompt, a method compresses once for each question and keeps the "
-    "entries that the question attends to."
+HEAD = """\
+                 right answers             {rows} requests of {long:,} tokens
+method         in view  not known            memory    read           a step"""
+READING = (
+    "in view: the question stands below the text, and both are compressed together.",
+    "not known: the text is compressed once and then asked, as one that many questions share.",
+    "memory, read, a step: what the requests hold, the time to read one, and to write a token of "
+    "each; with % and × those of the full cache.",
+    "streaming_llm keeps the first tokens and the newest, random any.",
 )
-WHY = (
-    "A document that many questions share is compressed before any of them is known. SnapKV, "
-    "PyramidKV and TOVA score entries by the document's last queries, which do not show the key of "
-    "a later question. KVzip lets the model repeat the document, and keeps the entries that it "
-    "attends to meanwhile."
+NOT_SHOWN = (
+    "Not shown: texts without such needles; other models, which may order the methods otherwise; "
+    "and a request alone, whose steps hardly get faster on a model as small as the bundled one."
 )
 
-# Results by (method, budget); and answers by method, compressed with the question in view.
-Unknown = dict[tuple[str, str | None], "DemoResult"]
-Known = dict[str, list[str]]
+
+@dataclass(frozen=True)
+class DemoRow:
+    """What one method at one budget gave: answers of all documents, and steps of requests."""
+
+    method: str
+    known: list[str]
+    unknown: list[str]
+    contexts: list[Context] = field(repr=False)
+    steps: Steps
 
 
 def command(
@@ -68,44 +82,50 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Length of the document.",
-            show_default=f"{LENGTH}; {OTHER_LENGTH} with --model",
+            help="Length of the documents.",
+            show_default=str(LENGTH),
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the document.")] = 0,
-    budgets: Annotated[
-        str, typer.Option(help="Ratios to keep; the middle one is drawn.")
-    ] = "0.5 0.2 0.1",
+    seed: Annotated[int, typer.Option(help="Seed of the first document.")] = 0,
+    budgets: Annotated[str, typer.Option(help="Ratios to keep; the middle one is drawn.")] = "0.2",
 ) -> None:
     """Compare methods on one document: right answers, bytes and time."""
     started = time.perf_counter()
     out, model = console(), model_of(place, named)
-    with out.status("importing torch and transformers"):
-        from kvfold.cli.measure import DemoTrial
     limits = _limits(budgets)
     _prepare(page)
     check_apart([page], [book], remedy="choose another --page")
     check_own(page, option="--page")
     haystack = None if book is None else read_text(book)
     check_name(model, Loading())
-    usual = (LENGTH, NEEDLES) if model == BUNDLED else (OTHER_LENGTH, OTHER_NEEDLES)
-    trial = DemoTrial.of(*load(model), tokens or usual[0], usual[1], seed, haystack)
-    _check(trial, limits)
+    with out.status("loading the model"):
+        trials, long = _trials(model, tokens, seed, haystack)
+    methods = [name for name in METHODS if name != FITTED or model == BUNDLED]
+    _check(long, methods, limits)
     middle = limits[len(limits) // 2]
-    opening = _introduction(trial)
+    opening = _introduction(trials)
     out.print(opening)
-    unknown, known = _measure(out, trial, limits, middle)
-    found = Group(
-        Rule("the question is known", align="left"),
-        f"{KNOWN}\n",
-        _comparison(trial, known, middle),
-        Rule("the question is not known yet", align="left"),
-        f"{WHY}\n",
-        _costs(trial, unknown),
-        _example(trial, unknown, known, middle),
-    )
-    out.print(found)
-    _write(page, trial, [opening, found], unknown, middle)
+    shown: list[RenderableType] = []
+    drawn: list[DemoRow] = []
+    with out.status("the full cache") as status:
+        full = long.requests(FULL, None, REQUESTS)
+        for limit in limits:
+            lines: list[RenderableType] = [
+                Rule(f"kept: {limit} of the entries", align="left"),
+                HEAD.format(rows=REQUESTS, long=long.tokens()),
+            ]
+            for line in lines:
+                out.print(line)
+            for method in (FULL, *methods):
+                status.update(f"{method}: reads, answers, and decodes")
+                row = _measure(trials, long, method, None if method == FULL else limit, full)
+                lines.append(_line(trials, row))
+                out.print(lines[-1])
+                drawn += [row] if limit == middle else []
+            shown += lines
+    notes = _notes(trials, drawn, long)
+    out.print(notes)
+    _write(page, trials[0], [opening, Group(*shown), notes], drawn)
     out.print(Text(f"All of this and what each method kept: {page.resolve()}", overflow="fold"))
     out.print(f"{time.perf_counter() - started:.0f} seconds in all.")
     other = "MODEL" if model == BUNDLED else model
@@ -118,18 +138,34 @@ def _limits(text: str) -> list[str]:
     from kvfold import Budget
 
     if not text.strip(" ,"):
-        raise KvfoldError('no budgets: write for example --budgets "0.5 0.2 0.1"')
+        raise KvfoldError('no budgets: write for example --budgets "0.2 0.1"')
     limits = words(text)
     for limit in limits:
         Budget.of(limit)
     return limits
 
 
-def _check(trial: DemoTrial, limits: list[str]) -> None:
+def _trials(
+    model: str, tokens: int | None, seed: int, book: str | None
+) -> tuple[list[DemoTrial], DemoTrial]:
+    """Documents with questions, and the document of the requests whose steps are timed."""
+    from kvfold.cli.measure import DemoTrial
+
+    loaded = load(model)
+    usual, needles = (LENGTH, NEEDLES) if model == BUNDLED else (OTHER_LENGTH, OTHER_NEEDLES)
+    length = tokens or usual
+    trials = [
+        DemoTrial.of(*loaded, length, needles, seed + number, book) for number in range(DOCUMENTS)
+    ]
+    long = max(length, LONG) if model == BUNDLED else length
+    return trials, DemoTrial.of(*loaded, long, needles, seed, book)
+
+
+def _check(trial: DemoTrial, methods: Sequence[str], limits: Sequence[str]) -> None:
     """Raises KvfoldError now for methods and budgets that a cache would refuse later."""
     from kvfold import CompressedCache
 
-    for method in METHODS:
+    for method in methods:
         for limit in limits:
             CompressedCache(trial.model, method, limit, tokenizer=trial.tokenizer)
 
@@ -143,16 +179,17 @@ def _prepare(page: Path) -> None:
     check_place(page)
 
 
-def _introduction(trial: DemoTrial) -> Group:
-    """Introduction: the document's opening, a needle and a question."""
-    sample, spans = trial.sample, trial.needles()
-    body = sample.document
-    question = sample.questions[0]
+def _introduction(trials: Sequence[DemoTrial]) -> Group:
+    """Introduction: a document's opening, a needle and a question."""
+    sample, needles = trials[0].sample, len(trials[0].needles())
+    body, question = sample.document, sample.questions[0]
     at = body.index(question.answers[0])
+    asked = sum(len(trial.sample.questions) for trial in trials)
     return Group(
-        Rule("the document", align="left"),
-        f"{trial.tokens():,} tokens of filler with {len(spans)} needles in it, each a number under "
-        f"a key of its own; {len(sample.questions)} questions ask for one number each. It opens:",
+        Rule("the documents", align="left"),
+        f"{len(trials)} documents of {trials[0].tokens():,} tokens of filler, with {needles} "
+        "needles in each: a number under a key of its own. "
+        f"{asked} questions ask for one number each. The first document opens:",
         Text(textwrap.shorten(body, 240, placeholder=" ..."), style="dim"),
         "A needle:",
         Text(f"... {body[max(0, at - 110) : at + 40].strip()} ...", style="dim"),
@@ -162,94 +199,76 @@ def _introduction(trial: DemoTrial) -> Group:
 
 
 def _measure(
-    out: Console, trial: DemoTrial, limits: list[str], middle: str
-) -> tuple[Unknown, Known]:
-    """Results of all methods at all budgets, measured with a progress bar."""
-    runs = [("full", None), *((method, limit) for limit in limits for method in METHODS)]
-    questions = len(trial.sample.questions)
-    unknown: Unknown = {}
-    known: Known = {}
-    with progress(out) as bar:
-        task = bar.add_task("reading the document", total=len(runs) + len(AWARE) + 1)
-        full = trial.compress("full", None)
-        for method, limit in runs:
-            bar.update(task, description=f"{_named(method, limit)}: {questions} questions")
-            unknown[method, limit] = trial.question_unknown(method, limit, full)
-            bar.advance(task)
-        for method in ("full", *AWARE):
-            bar.update(task, description=f"{method}: the question known")
-            known[method] = trial.question_known(method, None if method == "full" else middle)
-            bar.advance(task)
-    return unknown, known
+    trials: Sequence[DemoTrial], long: DemoTrial, method: str, limit: str | None, full: Requests
+) -> DemoRow:
+    """Answers of one method to all questions, and its steps beside those of `full`."""
+    known = [answer for trial in trials for answer in trial.question_known(method, limit)]
+    asked = [trial.question_unknown(method, limit) for trial in trials]
+    unknown = [answer for _, answers in asked for answer in answers]
+    steps = long.requests(method, limit, REQUESTS).beside(full)
+    return DemoRow(method, known, unknown, [context for context, _ in asked], steps)
 
 
-def _named(method: str, limit: str | None) -> str:
-    return method if limit is None else f"{method} {limit}"
-
-
-def _costs(trial: DemoTrial, unknown: Unknown) -> Table:
-    numbers = ("kept", "bytes", "of full", "answers right", "time per token")
-    shown = table("question unknown while compressing", "method", *numbers, right=numbers)
-    shown.caption = (
-        "bytes: all that a cache holds, with room for coming tokens; of full: over transformers' "
-        "own cache; time per token: over the full cache's, steps in turn, full against itself"
+def _line(trials: Sequence[DemoTrial], row: DemoRow) -> str:
+    known, unknown = (_share(trials, answers) for answers in (row.known, row.unknown))
+    stats = row.steps.stats
+    held = f"{size(stats.nbytes)} {stats.ratio:.0%}{'*' * stats.forced_over_budget}"
+    reading, step = seconds(row.steps.reading), seconds(row.steps.seconds)
+    return (
+        f"{row.method:14} {known:>7} {unknown:>10} {held:>17} {reading:>7} "
+        f"{step:>10} {row.steps.pace:.2f}×"
     )
-    if any(result.stats.forced_over_budget for result in unknown.values()):
-        shown.caption += f"; *: {OVER_BUDGET}"
-    previous: str | None = None
-    for (method, limit), result in unknown.items():
-        if limit != previous:
-            shown.add_section()
-            previous = limit
-        shown.add_row(
-            method,
-            f"{result.stats.kept_fraction:.1%}{'*' * result.stats.forced_over_budget}",
-            size(result.stats.nbytes),
-            f"{result.stats.ratio:.1%}",
-            _share(trial, result.answers),
-            f"{result.pace:.2f}x",
-        )
-    return shown
 
 
-def _comparison(trial: DemoTrial, known: Known, middle: str) -> Table:
-    title = f"question known while compressing, budget {middle}"
-    shown = table(title, "method", "answers right", right=["answers right"])
-    for method, answers in known.items():
-        shown.add_row(method, _share(trial, answers))
-    return shown
+def _right(trials: Sequence[DemoTrial], answers: Sequence[str]) -> list[bool]:
+    """For each answer of all documents, True if it has the number asked for."""
+    left: Iterator[str] = iter(answers)
+    return [
+        right
+        for trial in trials
+        for right in trial.right([next(left) for _ in trial.sample.questions])
+    ]
 
 
-def _example(trial: DemoTrial, unknown: Unknown, known: Known, middle: str) -> Group:
-    number = _answered(trial, unknown["full", None].answers, known["full"])
-    question = trial.sample.questions[number]
-    shown = table(f"one question, budget {middle}", "method", "question", "answer", "right")
-    for method in SHOWN:
-        result = unknown[method, None if method == "full" else middle]
-        for when, answers in (("unknown", result.answers), ("known", known[method])):
-            right = "yes" if trial.right(answers)[number] else "no"
-            shown.add_row(method, when, Text(answers[number]), right)
-    asked = f"{question.text} ({question.answers[0]})"
-    note = "With the question known, the answer's opening words are part of the prompt."
-    return Group(Text(asked, style="dim"), shown, Text(note))
+def _share(trials: Sequence[DemoTrial], answers: Sequence[str]) -> str:
+    right = _right(trials, answers)
+    return f"{sum(right)} of {len(right)}"
 
 
-def _answered(trial: DemoTrial, *full: Sequence[str]) -> int:
+def _notes(trials: Sequence[DemoTrial], rows: Sequence[DemoRow], long: DemoTrial) -> Group:
+    """How the table is read, what it does not show, and each method's answer to one question."""
+    questions = [question for trial in trials for question in trial.sample.questions]
+    number = _answered(_right(trials, rows[0].unknown), _right(trials, rows[0].known))
+    question = questions[number]
+    answers = Table.grid(padding=(0, 2))
+    for row in rows:
+        answers.add_row(row.method, Text(row.unknown[number]))
+    forced = any(row.steps.stats.forced_over_budget for row in rows)
+    return Group(
+        *READING,
+        *([f"*: {OVER_BUDGET}"] if forced else []),
+        NOT_SHOWN,
+        Rule("one question, not yet known", align="left"),
+        Text(f"{question.text} ({question.answers[0]})", style="dim"),
+        answers,
+    )
+
+
+def _answered(*full: Sequence[bool]) -> int:
     """The first question that the full cache answers each time; the first if there is none."""
-    each_time = zip(*map(trial.right, full), strict=True)
+    each_time = zip(*full, strict=True)
     return next((number for number, right in enumerate(each_time) if all(right)), 0)
 
 
-def _share(trial: DemoTrial, answers: list[str]) -> str:
-    return f"{sum(trial.right(answers))}/{len(answers)}"
-
-
-def _write(
-    page: Path, trial: DemoTrial, parts: Sequence[Group], unknown: Unknown, middle: str
-) -> None:
+def _write(page: Path, trial: DemoTrial, parts: Sequence[Group], rows: Sequence[DemoRow]) -> None:
     from kvfold.cli.demo_page import page as whole
     from kvfold.inspect.kept import kept_figure
 
-    kept = {method: unknown[method, middle].positions for method in METHODS}
-    picture = kept_figure(kept, unknown["full", None].stats.seen, trial.needles())
+    first = {row.method: row.contexts[0] for row in rows}
+    kept = {
+        name: [each.cache.positions(layer) for layer in range(len(each.cache.compressed_layers))]
+        for name, each in first.items()
+        if name != FULL
+    }
+    picture = kept_figure(kept, first[FULL].stats().seen, trial.needles())
     write_text(page, whole(parts, picture))

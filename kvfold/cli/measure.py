@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
@@ -25,21 +24,19 @@ from kvfold.hf.chat_template import PromptFrame, token_count
 from kvfold.hf.versions import CACHE
 from kvfold.inspect.inspected_text import InspectedText, needles_in
 
-WARM_UP = 2
-STEPS = 16
+WARM_UP, STEPS = 2, 8
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """Measurement of one method at one budget, compressed without the questions.
+class Steps:
+    """Decode steps of `rows` equal requests: bytes of all, seconds to read one, and of a step.
 
-    `stats` and `positions[L][B][H]`, each `[K]`, are of the compressed document alone. `pace` is
-    the time per token as a multiple of the full cache's.
+    `pace` is the step's time as a multiple of the full cache's, in turn with it.
     """
 
     stats: Stats
-    positions: list[list[list[Tensor]]]
-    answers: list[str]
+    reading: float
+    seconds: float
     pace: float
 
 
@@ -104,14 +101,13 @@ class DemoTrial:
         """The document compressed without a question."""
         return kvfold.compress(self.model, self.tokenizer, self.sample.document, method, budget)
 
-    def question_unknown(self, method: str, budget: str | None, full: Context) -> DemoResult:
-        """Compresses the document once and asks every question; `pace` is relative to `full`."""
+    def question_unknown(self, method: str, budget: str | None) -> tuple[Context, list[str]]:
+        """The document compressed once, and its answer to every question."""
         context = self.compress(method, budget)
-        # Read before the questions, which grow the buffers.
-        stats, cache = context.stats(), context.cache
-        positions = [cache.positions(layer) for layer in range(len(cache.compressed_layers))]
-        answers = [context.ask(q.text, max_new_tokens=self.room) for q in self.sample.questions]
-        return DemoResult(stats, positions, answers, pace(full, context))
+        return context, [
+            context.ask(question.text, max_new_tokens=self.room)
+            for question in self.sample.questions
+        ]
 
     def question_known(self, method: str, budget: str | None) -> list[str]:
         """Answers when document, question and the answer's prefix are compressed together."""
@@ -145,28 +141,38 @@ class DemoTrial:
         pieces = InspectedText.of(self.tokenizer, self.sample.document).pieces
         return [(start, stop) for start, stop, _ in needles_in(pieces)]
 
-
-@torch.no_grad()
-def pace(full: Context, other: Context) -> float:
-    """Time per token of `other` over that of `full`: median ratio of alternating decode steps."""
-    caches = (full.cache, other.cache)
-    seen = [cache.get_seq_length() for cache in caches]
-    ratios = []
-    with full.cache.frozen(), other.cache.frozen():
-        for _ in range(WARM_UP + STEPS):
-            base = _step(full)
-            ratios.append(_step(other) / base)
-        for cache, before in zip(caches, seen, strict=True):
-            cache.crop(before - cache.get_seq_length())
-    return statistics.median(ratios[WARM_UP:])
+    def requests(self, method: str, budget: str | None, rows: int) -> Requests:
+        """`rows` requests with this document, each with its own entries."""
+        started = time.perf_counter()
+        context = self.compress(method, budget)
+        reading = time.perf_counter() - started
+        context.cache.batch_repeat_interleave(rows)
+        return Requests(context, rows, reading)
 
 
-def _step(context: Context) -> float:
-    """Seconds of one decode step."""
-    device = context.model.device
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    started = time.perf_counter()
-    context.model(input_ids=token, use_cache=True, **{CACHE: context.cache})
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class Requests:
+    """A document's cache in `rows` equal rows; `reading` are the seconds that one took."""
+
+    context: Context
+    rows: int
+    reading: float
+
+    @torch.no_grad()
+    def beside(self, full: Requests) -> Steps:
+        """Medians of decode steps, in turn with those of `full`."""
+        stats = self.context.stats()
+        times = [(full.step(), self.step()) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+        own = statistics.median(mine for _, mine in times)
+        pace = statistics.median(mine / other for other, mine in times)
+        return Steps(stats, self.reading, own, pace)
+
+    def step(self) -> float:
+        """Seconds of one decode step."""
+        device = self.context.model.device
+        token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
+        started = time.perf_counter()
+        self.context.model(input_ids=token, use_cache=True, **{CACHE: self.context.cache})
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
