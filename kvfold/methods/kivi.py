@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import register
+from kvfold.methods.encoder import Encoder
 from kvfold.store.quantized import Packing
 
 
@@ -15,7 +15,7 @@ from kvfold.store.quantized import Packing
     """,
 )
 @dataclass(frozen=True)
-class KIVI(Method):
+class KIVI(Encoder):
     """Quantizes keys per channel and values per token to 2, 4 or 8 bits; recent tokens stay raw.
 
     1. `group` consecutive tokens of a key channel, or channels of a value, share scale and minimum.
@@ -35,16 +35,8 @@ class KIVI(Method):
     residual: int = 128  # tokens of a block of keys, and newest values that stay raw
     key_bits: int = 0  # bits of keys; 0: as `bits`
     value_bits: int = 0  # bits of values; 0: as `bits`
-    takes_budget: ClassVar[bool] = False
-    by_head: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        self._packing()
-
-    def stages(self) -> Stages:
-        return Stages(encode=self._packing())
-
-    def _packing(self) -> Packing:
+    def encoding(self) -> Packing:
         return Packing(
             key_bits=self.key_bits or self.bits,
             value_bits=self.value_bits or self.bits,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import register
+from kvfold.methods.encoder import Encoder
 from kvfold.store.paired import Pairing
 
 
@@ -15,7 +15,7 @@ from kvfold.store.paired import Pairing
     """,
 )
 @dataclass(frozen=True)
-class MiniCache(Method):
+class MiniCache(Encoder):
     """Neighbouring layers share one direction per entry; each layer keeps its own magnitudes.
 
     1. From the share `start` of all layers on, layers are paired: the two directions of an entry
@@ -34,14 +34,6 @@ class MiniCache(Method):
     gamma: float = 0.05  # share of entries that stay unmerged
     start: float = 0.5  # share of the layers, from the bottom, that are not paired
     block: int = 64  # generated entries that are merged at once
-    takes_budget: ClassVar[bool] = False
-    by_head: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        self._pairing()
-
-    def stages(self) -> Stages:
-        return Stages(encode=self._pairing())
-
-    def _pairing(self) -> Pairing:
+    def encoding(self) -> Pairing:
         return Pairing(t=self.t, gamma=self.gamma, start=self.start, block=self.block)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvfold.methods.base import Method, Needs, Stages, register
+from kvfold.methods.base import Needs, Stages, register
+from kvfold.methods.encoder import Encoder
 from kvfold.observers.last_queries import LastQueries
 from kvfold.store.pruned import Pruning
 
@@ -16,7 +16,7 @@ from kvfold.store.pruned import Pruning
     """,
 )
 @dataclass(frozen=True)
-class ThinK(Method):
+class ThinK(Encoder):
     """Drops the key channels that the prompt's last queries use least; values stay raw.
 
     1. A channel's score is the mean q² of the last `queries` queries times the mean k² of all keys.
@@ -32,14 +32,9 @@ class ThinK(Method):
     ratio: float = 0.4  # share of a key's channels that is dropped
     recent: int = 32  # newest keys that stay raw
     queries: int = 32  # last queries that score the channels
-    takes_budget: ClassVar[bool] = False
-    by_head: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._pruning()
 
     def stages(self) -> Stages:
-        return Stages(needs=Needs(LastQueries(self.queries)), encode=self._pruning())
+        return Stages(needs=Needs(LastQueries(self.queries)), encode=self.encoding())
 
-    def _pruning(self) -> Pruning:
+    def encoding(self) -> Pruning:
         return Pruning(ratio=self.ratio, recent=self.recent, queries=self.queries)

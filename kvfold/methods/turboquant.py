@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import register
+from kvfold.methods.encoder import Encoder
 from kvfold.store.per_token import Quantizing
 
 END_LAYERS = 2  # at each end, for 3 bits and fewer
@@ -24,7 +24,7 @@ END_LAYERS = 2  # at each end, for 3 bits and fewer
     },
 )
 @dataclass(frozen=True)
-class TurboQuant(Method):
+class TurboQuant(Encoder):
     """Quantizes each entry alone: rotated keys by a fixed codebook, values by scale and minimum.
 
     1. A key's direction is rotated by a Hadamard matrix, so that its channels look Gaussian; each
@@ -53,16 +53,8 @@ class TurboQuant(Method):
     end_layers: int = -1  # first and last layers that stay raw; -1: 2 each at 3 bits or fewer
     residual: int = 32  # newest entries that stay raw
     sinks: int = 4  # oldest entries that stay raw
-    takes_budget: ClassVar[bool] = False
-    by_head: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        self._encoding()
-
-    def stages(self) -> Stages:
-        return Stages(encode=self._encoding())
-
-    def _encoding(self) -> Quantizing:
+    def encoding(self) -> Quantizing:
         few = END_LAYERS if min(self.keys, self.values) <= 3 else 0
         return Quantizing(
             key_bits=self.keys,

@@ -82,11 +82,6 @@ class WorkerThreads:
                 retry_after=max(1, math.ceil(self.seconds * taken / self.count)),
             )
 
-    def release(self, reservation: Reservation) -> None:
-        """Frees the place of a request that has ended, if no job took it over."""
-        with self._lock:
-            reservation.release_locked()
-
     def cancel(self) -> None:
         """Sets the cancel flag of every job; a running one ends at its next token."""
         with self._lock:
@@ -124,7 +119,8 @@ class Reservation:
 
     def release(self) -> None:
         """Frees the place if no job has taken it over."""
-        self._workers.release(self)
+        with self._workers._lock:
+            self.release_locked()
 
     def release_locked(self) -> None:
         """Frees the place; the caller holds the workers' lock."""

@@ -32,7 +32,7 @@ from kvfold.codecs.compression import decompressed_tensor
 from kvfold.contexts.files.bounds import contradiction, excess
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.header import digest, digest_of
+from kvfold.hf.header import RopeHeader, digest, digest_of, rope_differences
 from kvfold.reading import stable_path
 from kvfold.writing import check_kind
 
@@ -133,6 +133,13 @@ class ContextFile:
             return tensor
         stream = codec.streams[name]
         return decompressed_tensor(tensor, stream.dtype, stream.shape, codec.compressor)
+
+    def check_rope(self, rope: RopeHeader, frequencies: dict[str, Tensor]) -> None:
+        """Raises ContextFileError, naming the differences to a model's RoPE."""
+        names = [name for name in self.header.checksums if name.startswith("rope.")]
+        theirs = {name.removeprefix("rope."): self.tensor(name) for name in names}
+        if found := rope_differences(rope, self.header.rope, frequencies, theirs):
+            raise ContextFileError(f"{self.path} was made with another RoPE: {'; '.join(found)}")
 
     def check(self) -> None:
         """Reads all tensors; raises ContextFileError if one is damaged."""

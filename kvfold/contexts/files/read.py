@@ -28,7 +28,7 @@ from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.fitted.fits import Fits
 from kvfold.hf.arguments import checked_arguments
-from kvfold.hf.header import model_differences, rope_differences
+from kvfold.hf.header import model_differences
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.hf.lookups import check_tokens
 from kvfold.hf.models import layer_device
@@ -135,12 +135,7 @@ def _check(
     found = model_differences(model_header(model, tokenizer), header.model, weights=heads is None)
     if found:
         raise ContextFileError(f"{file.path} was made with another model: {'; '.join(found)}")
-    rope, frequencies = rope_header(model)
-    names = [name for name in header.checksums if name.startswith("rope.")]
-    theirs = {name.removeprefix("rope."): file.tensor(name) for name in names}
-    found = rope_differences(rope, header.rope, frequencies, theirs)
-    if found:
-        raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
+    file.check_rope(*rope_header(model))
 
 
 def check_model(

@@ -8,42 +8,21 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.bodies import ThreadParsedRoute
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
+from kvfold.serve.events import AT_ONCE, EVENTS, ClosedStream
 from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.openai_format import ChatWriter, CompletionWriter, events, whole
 from kvfold.serve.request_schemas import SESSION, ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
 from kvfold.serve.routes.hangup import RequestJob
-from kvfold.serve.worker_threads import WorkerJob
 
 STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    200: {"content": {EVENTS: {"schema": {"type": "string"}}}}
 }
-
-
-class EventStream(StreamingResponse):
-    """Response of server-sent events; the job ends with it, also if the client hangs up."""
-
-    def __init__(self, job: WorkerJob, writer: ChatWriter, with_usage: bool) -> None:
-        self.job = job
-        super().__init__(
-            events(job, writer, with_usage),
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            media_type="text/event-stream",
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, then closes the job."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.job.close()
 
 
 def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
@@ -68,7 +47,8 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
             metrics.prefixes.labels("hit" if started.cached else "miss").inc()
         writer = kind(engine.name, started, counted)
         if asked.stream:
-            return EventStream(job, writer, asked.usage_wanted)
+            pieces = events(job, writer, asked.usage_wanted)
+            return ClosedStream(pieces, job.aclose, headers=AT_ONCE, media_type=EVENTS)
         return await job.result(whole(job, writer))
 
     def counted(done: AnswerFinished) -> None:

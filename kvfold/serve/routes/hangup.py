@@ -49,6 +49,10 @@ class RequestJob(WorkerJob):
             self.close()
             raise
 
+    async def aclose(self) -> None:
+        """As `close`, for the end of a stream of its events."""
+        self.close()
+
 
 async def _hung_up(request: Request) -> None:
     """Waits until the client has disconnected; the body must have been read."""

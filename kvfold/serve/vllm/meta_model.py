@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.contexts.files.format import ContextFile
 from kvfold.errors import ContextFileError, KvfoldError, UnsupportedModel
-from kvfold.hf.header import comparable, differences, digest, rope_differences
+from kvfold.hf.header import comparable, differences, digest
 from kvfold.hf.identity import computation, rope_header
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
@@ -63,12 +63,7 @@ class MetaModel:
                 f"{file.path} holds {len(file.header.layers)} layers, and the model has "
                 f"{self.layers}"
             )
-        rope, frequencies = rope_header(self.model)
-        names = [name for name in file.header.checksums if name.startswith("rope.")]
-        theirs = {name.removeprefix("rope."): file.tensor(name) for name in names}
-        found = rope_differences(rope, file.header.rope, frequencies, theirs)
-        if found:
-            raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
+        file.check_rope(*rope_header(self.model))
 
     def move(self, layer: int, keys: Tensor, by: int) -> Tensor:
         """Keys `[H, T, D]` of a layer rotated by `by` positions (negative: back), in float32."""

@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 from kvfold.serve.errors import HANDLERS, ApiError, invalid
+from kvfold.serve.events import AT_ONCE, EVENTS, ClosedStream
 from kvfold.serve.request_schemas import (
     SESSION,
     AnswerRequest,
@@ -219,32 +219,15 @@ def _is_text(found: Any) -> bool:
         return False
 
 
-class PassThrough(StreamingResponse):
-    """A response streamed from vLLM, whose connection to vLLM is closed with it.
-
-    vLLM then stops generating for a client that has disconnected.
-    """
-
-    def __init__(self, answer: httpx.Response, pieces: AsyncIterator[Any], **options: Any) -> None:
-        super().__init__(pieces, **options)
-        self.answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the pieces, then closes vLLM's answer."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self.answer.aclose()
-
-
 def _passed(answer: httpx.Response) -> Response:
     """vLLM's answer, unchanged."""
     headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP}
-    return PassThrough(answer, answer.aiter_raw(), status_code=answer.status_code, headers=headers)
+    # Closed, vLLM stops generating for a client that has disconnected.
+    pieces, code = answer.aiter_raw(), answer.status_code
+    return ClosedStream(pieces, answer.aclose, status_code=code, headers=headers)
 
 
 def _events(answer: httpx.Response) -> Response:
     """vLLM's stream of completion chunks as chat chunks."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     pieces = chunks(answer.aiter_bytes())
-    return PassThrough(answer, pieces, headers=headers, media_type="text/event-stream")
+    return ClosedStream(pieces, answer.aclose, headers=AT_ONCE, media_type=EVENTS)
