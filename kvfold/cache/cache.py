@@ -272,7 +272,8 @@ class CompressedCache(CacheParts, ToldOfForwards):
         reset_layers(self.layers)
         self.phase.reset()
         self.states[0].barrier.reset()
-        self.per_chunk = self._before_freezing = self.rope_deltas = None
+        self.take(per_chunk=None, _before_freezing=None)
+        self.begin_anew()
         self.binding.forget_reader()
         self.forward.close()
         self.binding.answered()

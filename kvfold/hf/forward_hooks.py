@@ -31,6 +31,10 @@ class ToldOfForwards(ABC):
     reads_logits: bool = False  # of all tokens, whatever the caller keeps
     logits_kept: int | Tensor = 0  # by the caller of the forward that runs, as `logits_to_keep`
 
+    def begin_anew(self) -> None:
+        """Notes that the text is gone: the next one has deltas of its own."""
+        self.rope_deltas = None
+
     @abstractmethod
     def get_seq_length(self) -> int:
         """Columns read."""
