@@ -74,7 +74,7 @@ quick: .venv/ready
 # The quick tests of the cache with the oldest and the newest transformers.
 test-ends: $(ENDS:%=.venv-ends/%/ready)
 	set -e; for end in $(ENDS); do \
-		.venv-ends/$$end/bin/python -m pytest -n auto $(QUICK) $(OF_ENDS); \
+		.venv-ends/$$end/bin/python -m pytest $(QUICK) $(OF_ENDS); \
 	done
 
 # Chromium as the system packages it: apt install chromium, or CHROMIUM=path.

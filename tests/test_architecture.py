@@ -123,8 +123,7 @@ OWNED = (
 
 def assigned(path: Path) -> set[str]:
     """Names of the attributes that a file assigns, those of `self` left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    targets = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    targets = (node for node in nodes(path) if isinstance(node, ast.Attribute))
     stored = (node for node in targets if isinstance(node.ctx, ast.Store))
     return {node.attr for node in stored if not _is_self(node.value)}
 
@@ -135,8 +134,7 @@ def _is_self(node: ast.expr) -> bool:
 
 def fields_of(path: Path) -> dict[str, set[str]]:
     """Fields of a file's classes: those that their body annotates, and that `__init__` assigns."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name: _fields(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {node.name: _fields(node) for node in nodes(path) if isinstance(node, ast.ClassDef)}
 
 
 def _fields(record: ast.ClassDef) -> set[str]:
@@ -149,11 +147,12 @@ def _fields(record: ast.ClassDef) -> set[str]:
 
 def test_fields_of_a_record_are_assigned_in_its_own_file_alone() -> None:
     declared = {path: fields_of(path) for path in MODULES.values()}
+    written = {path: assigned(path) for path in MODULES.values()}
     homes = {name: path for path, of in declared.items() for name in of if name in OWNED}
     assert {*homes} == {*OWNED}
     for name, home in homes.items():
         elsewhere = {
-            path.name: sorted(assigned(path) & declared[home][name] - set().union(*of.values()))
+            path.name: sorted(written[path] & declared[home][name] - set().union(*of.values()))
             for path, of in declared.items()
             if path != home
         }
