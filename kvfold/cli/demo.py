@@ -45,7 +45,7 @@ HEAD = """\
                  right answers             {rows} requests of {long:,} tokens
 method         in view  not known            memory    read           a step"""
 READING = (
-    "in view: the question stands below the text, and both are compressed together.",
+    "in view: the question stands below the text; it is read with it, and stays.",
     "not known: the text is compressed once and then asked, as one that many questions share.",
     "memory, read, a step: what the requests hold, the time to read one, and to write a token of "
     "each; with % and × those of the full cache.",

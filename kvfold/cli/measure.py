@@ -110,19 +110,23 @@ class DemoTrial:
         ]
 
     def question_known(self, method: str, budget: str | None) -> list[str]:
-        """Answers when document, question and the answer's prefix are compressed together."""
+        """Answers when a question is read with the document; it stays, as does the prefix."""
         frame = PromptFrame.of(self.tokenizer)
-        answers = []
+        before, answers = f"{frame.before}{self.sample.document}\n", []
         for question in self.sample.questions:
-            text = f"{frame.before}{self.sample.document}\n{question.text}{frame.after}"
+            text = f"{before}{question.text}{frame.after}"
             encoded = self.tokenizer(
                 text + question.prefix, add_special_tokens=False, return_tensors="pt"
             )
             ids = encoded.input_ids.to(self.model.device)
+            # KVzip scores by the repetition of all that is read, which has no need of a question.
+            asked = token_count(self.tokenizer, before), ids.shape[1]
             produced = kvfold.generate(
                 self.model,
                 ids,
-                cache=kvfold.CompressedCache(self.model, method, budget, tokenizer=self.tokenizer),
+                cache=kvfold.CompressedCache(
+                    self.model, method, budget, tokenizer=self.tokenizer, protect=[asked]
+                ),
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=self.room,
                 do_sample=False,
