@@ -7,6 +7,7 @@ from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.last_query import newest_row
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.when import Hold
 from kvfold.observers.last_queries import LastQueries
 
 
@@ -35,5 +36,5 @@ class TOVA(Method):
             score=partial(newest_row, per_head=self.per_head),
             allocate=uniform,
             forced=Forced(recent=int(self.keep_last)),
-            decode="hold",
+            when=Hold(),
         )

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import kvfold
 from kvfold import KvfoldError
 from kvfold.methods.base import parse, parts_of
 from kvfold.methods.registry import listed
+from tests.helpers.budgets import composed
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -106,3 +108,10 @@ def test_threads_that_ask_first_find_every_method():
         "assert found == ['zap'] * 4, found\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_no_method_of_kvfold_gives_an_option_that_is_deprecated():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        for spec in map(composed, kvfold.list_methods()):
+            parse(spec).stages()
