@@ -42,13 +42,11 @@ def has_uneven_heads(cache: CacheParts) -> bool:
     return any(isinstance(state.store, RaggedStore) for state in cache.states)
 
 
-def check_mask(cache: CacheParts, mask: Tensor | None, new: int) -> None:
+def check_mask(cache: CacheParts, mask: Tensor, new: int) -> None:
     """Raises KvfoldError for a caller's mask of `new` columns that a cache cannot follow.
 
     `[B, N]` as `Padding.check_width`, `[B, Hq or 1, S, N]` as `Padding.check_whole`, too.
     """
-    if mask is None:
-        return
     rules = padding_rules(cache, new)
     rules.check_width(mask)
     if mask.dim() == 4:

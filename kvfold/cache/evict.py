@@ -9,7 +9,7 @@ merge → refit → move → keep → encode.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -53,10 +53,11 @@ def evict(
     due = EvictionDue(state, stages, observation, counts, sizes, beside)
     if counts.dim() > 1:
         _check_heads(state, observation)
-    layers = [due]
-    if stages.level is not None:
-        layers = state.barrier.agreeing.arrive(due, state.plan.layers)
-    for each, chosen in _choices(layers):
+    if stages.level is None:
+        choices: Iterable[tuple[Due, Chosen | None]] = [(due, _choose(due))]
+    else:
+        choices = _one_set(state.barrier.agreeing.arrive(due, state.plan.layers))
+    for each, chosen in choices:
         _apply(each, chosen)
         forget_references(each.layer)
 
@@ -73,15 +74,6 @@ def forget_references(state: LayerState) -> None:
 
 
 # --- choose ---------------------------------------------------------------------------------
-
-
-def _choices(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
-    """What each layer keeps: by itself, or all of them one set of tokens of each row (`level`)."""
-    if layers and layers[0].stages.level is not None:
-        yield from _one_set(layers)
-        return
-    for due in layers:
-        yield due, _choose(due)
 
 
 def _choose(due: Due) -> Chosen | None:
@@ -105,11 +97,13 @@ def _chosen(due: Due) -> Chosen:
 
 
 def _one_set(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
-    """One set of tokens of each row, for all layers.
+    """One set of tokens of each row, for all layers; none while some have not arrived.
 
     By the rule "best" it has the entries of the highest scores in any layer and head; by others it
     is made of what every head would keep by itself.
     """
+    if not layers:
+        return
     own, level = [_chosen(due) for due in layers], layers[0].stages.level
     assert level is not None
     if level == "best":
@@ -147,8 +141,8 @@ def _most(counts: Tensor, sizes: Tensor | None, beside: Tensor | None) -> Tensor
 def _apply(due: Due, chosen: Chosen | None) -> None:
     """Lets the entries that are not chosen leave the layer; None: all stay."""
     state, stages, observation, counts, *_ = due
-    positions = state.positions()
     if chosen is None:
+        positions = state.positions()
         if state.plan.scores_stay:
             budget = counts if counts.dim() == 1 else counts.amax(-1)
             observed = dataclasses.replace(observation, budget=budget)
@@ -158,7 +152,7 @@ def _apply(due: Due, chosen: Chosen | None) -> None:
         return
     kept = (chosen.slots >= 0).sum(-1)
     if stages.rounds and stages.rounds.sizes == "fixed" and stages.heads is not None:
-        state.settle_heads((positions >= 0).sum(-1), kept)
+        state.settle_heads((state.positions() >= 0).sum(-1), kept)
     state.note_size(state.capacity, state.over_budget or chosen.over_budget)
     if state.plan.scores_stay:
         state.observers.kept.set(chosen.scores)

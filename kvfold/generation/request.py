@@ -117,7 +117,7 @@ class Request:
             check_assistable(model, cache, settings)
         else:
             rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-            stop = _read_ahead(model, resumed, total, new, chunk, rows, how.per_chunk)
+            stop = _columns_ahead(model, resumed, total, new, chunk, rows, how.per_chunk)
             stop = max(stop, before_padding(mask, resumed.seen))
         made = cls(
             model,
@@ -157,7 +157,7 @@ class Request:
             forwards_of(model, cache, mask, seen, stop, chunk)
 
 
-def _read_ahead(
+def _columns_ahead(
     model: PreTrainedModel,
     resumed: Resumption,
     total: int,
