@@ -58,7 +58,7 @@ def rotated_once(cache: kvfold.CompressedCache, came: list[Tensor], stay: Tensor
     """Gives a cache the keys `came` of the tokens that `stay`, rotated once."""
     by = (torch.arange(len(stay)) - stay)[None]
     for state, keys in zip(cache.states, came, strict=True):
-        state.stored().dense()[0].copy_(state.rotation(keys[:, :, stay], by))
+        state.stored().dense()[0].copy_(state.plan.rotation(keys[:, :, stay], by))
 
 
 def drift(model: PreTrainedModel, ids: Tensor) -> None:

@@ -31,4 +31,4 @@ def moved_up(
     moves = (place - pick(state.positions(), slots, 0)).masked_fill(~real, 0)
     before = state.observers.moves.moves
     by = moves if before is None else moves - pick_known(before, slots, 0)
-    return [state.rotation(keys, by), values], moves.int()
+    return [state.plan.rotation(keys, by), values], moves.int()

@@ -38,12 +38,12 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
             f"{method} observes other data than {cache.method} while a text is read: "
             "let it read itself"
         )
-    model = cache.states[0].rotation.model
+    model = cache.states[0].plan.rotation.model
     fits = Fits.of(method.stages(), model)
     stages = setup.stages_of(method, cache.protect, cache.ranks, fits)
     made = checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
-        setup.check_layer(stages, state.rotation, state.projection)
+        state.plan.check(stages)
     if stages.positions != "original":
         ids = cache.phase.history.complete(cache.get_seq_length())
         cache.binding.check_images(ids, UNMOVED)
@@ -51,10 +51,9 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
     other.phase.read_for(stages.needs)
     other.take(method=method, budget=made, fits=fits)
     for state in other.states:
-        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
-        fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
-        observers = state.observers.adopted(own.needs, fitted, own.interval)
-        state.adopt(replace(state.plan, stages=own, budget=made), observers)
+        plan = replace(state.plan, budget=made).by(stages)
+        fitted = fits.of_layer(plan.layer, plan.ranks.own_heads)
+        state.adopt(plan, state.observers.adopted(stages.needs, fitted, stages.interval))
     with other.reading():
         pass
     return other

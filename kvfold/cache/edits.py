@@ -149,7 +149,7 @@ class New(NamedTuple):
 
 def model_of(cache: CacheParts) -> PreTrainedModel:
     """The model of a cache."""
-    return cache.states[0].rotation.model
+    return cache.states[0].plan.rotation.model
 
 
 def check_editable(cache: CacheParts) -> None:
@@ -176,7 +176,7 @@ def check_editable(cache: CacheParts) -> None:
     cache.binding.check_images(phase.history.complete(seen), REREAD)
     cache.binding.check_model()
     for state in cache.states:
-        state.rotation.check(REREAD)
+        state.plan.rotation.check(REREAD)
 
 
 def holds(cache: CacheParts, span: Span) -> bool:
@@ -263,9 +263,7 @@ def _copy(cache: C, by: Renumbering, new: New | None = None, protect: Sequence[S
     layers = []
     for index, layer in enumerate(cache.compressed_layers):
         state = renumbered(layer.state, by, None if new is None else new.of_layer(index))
-        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers, state.rotation)
-        plan = replace(state.plan, stages=own)
-        state = replace(state, plan=plan, phase=phase, barrier=barrier)
+        state = replace(state, plan=state.plan.by(stages), phase=phase, barrier=barrier)
         layers.append(layer.copied(state, binding))
     return cache.copied(
         layers=layers, protect=spans, binding=binding, phase=phase, forward=OpenForward()

@@ -127,7 +127,7 @@ class CompressedLayer(CacheLayerMixin):
         That of a new store holds both, and what the model gives without autocast.
         """
         dtype, store = torch.promote_types(keys.dtype, values.dtype), self.state.store
-        stored = self.state.rotation.model.dtype if store is None else store.keys.dtype
+        stored = self.state.plan.rotation.model.dtype if store is None else store.keys.dtype
         wide = torch.promote_types(dtype, stored)
         if store is not None and wide != stored:
             self.binding.answered()  # nothing was stored: outside, the cache goes on

@@ -50,7 +50,7 @@ def observation_at(
         layers=state.plan.layers,
         seed=draw(state),
         **call.logits,
-        rotate=state.rotation if needs.rotated_back else None,
+        rotate=state.plan.rotation if needs.rotated_back else None,
         bias=None if store.bias is None else store.bias.repeat_interleave(expanded, 1),
         most_queries=window_of(needs),
     )
@@ -88,7 +88,7 @@ def observation_of_stored(state: LayerState, unrotated: bool | None = None) -> O
         layer=state.plan.layer,
         layers=state.plan.layers,
         seed=draw(state),
-        rotate=state.rotation if unrotated else None,
+        rotate=state.plan.rotation if unrotated else None,
     )
 
 
@@ -97,7 +97,7 @@ def check_positions(state: LayerState, new: int, position_ids: Tensor | None) ->
 
     `position_ids [B or 1, S]` are the model's.
     """
-    if state.plan.layer > 0 or not state.rotation.turns:  # the same in all layers
+    if state.plan.layer > 0 or not state.plan.rotation.turns:  # the same in all layers
         return
     store, sequence = state.stored(), state.sequence
     columns = torch.arange(state.seen - new, state.seen, device=store.keys.device)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,17 +15,21 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED, raised
-from kvfold.observers.stored import PreviousScores
+from kvfold.observers.stored import OutputNorms, PreviousScores
 from kvfold.store.encoding import EntrySize
+
+if TYPE_CHECKING:  # a layer without a model brings a RoPE and weights of its own
+    from kvfold.hf.output_projection import OutputProjection
+    from kvfold.hf.rotation import Rotation
 
 
 @dataclass(frozen=True)
 class Plan:
     """Method, budget and place of one layer, and the seed of random scores.
 
-    `shared`: other layers of the model attend to its entries as well. `caches_latents`: entries
-    become keys inside a forward only. `ranks` share its KV heads. `keep_scores`: scores stay with
-    the entries that an eviction keeps.
+    `rotation` is its RoPE, `projection` its W_o. `shared`: other layers of the model attend to its
+    entries as well. `caches_latents`: entries become keys inside a forward only. `ranks` share its
+    KV heads. `keep_scores`: scores stay with the entries that an eviction keeps.
     """
 
     stages: Stages
@@ -32,10 +37,37 @@ class Plan:
     layer: int
     layers: int
     seed: int
+    rotation: Rotation
+    projection: OutputProjection
     shared: bool = False
     caches_latents: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     keep_scores: bool = False
+
+    def by(self, stages: Stages) -> Plan:
+        """The layer's plan by other stages; it may be one that does not encode.
+
+        Raises UnsupportedModel as `check`.
+        """
+        self.check(stages)
+        encode = stages.encode and stages.encode.of_layer(self.layer, self.layers)
+        if encode is not None:
+            encode = encode.beside_rope(None if self.rotation.irreversible() else self.rotation)
+        return replace(self, stages=replace(stages, encode=encode))
+
+    def check(self, stages: Stages) -> None:
+        """Raises UnsupportedModel where the layer lacks what the stages read or change.
+
+        - Keys cannot be moved, and positions are to be re-indexed.
+        - Keys cannot be rotated back, and the method reads keys or queries before RoPE.
+        - The projection is not known, and the method reads norms of projected values.
+        """
+        if stages.positions != "original":
+            self.rotation.check()
+        if stages.needs.rotated_back:
+            self.rotation.check_reversible()
+        if OutputNorms in stages.needs:
+            self.projection.check()
 
     @property
     def scores_stay(self) -> bool:

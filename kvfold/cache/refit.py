@@ -177,7 +177,7 @@ def _references_of(state: LayerState, observation: Observation) -> References | 
         scale=observation.scale,
         softcap=observation.softcap,
     )
-    moved = _by_token(state.rotation(query, own.sum(-1)[:, 0]), heads)
+    moved = _by_token(state.plan.rotation(query, own.sum(-1)[:, 0]), heads)
     rest = joined_parts([part, *_beside(state, observation, moved)])
     real = (state.sequence.positions(at) >= first_tokens)[:, 0].repeat_interleave(groups, 1)
     return References(moved, rest, real, groups)

@@ -230,7 +230,7 @@ def _rotated(state: LayerState, keys: Tensor, shifts: Tensor) -> Tensor:
     moving = shifts.ne(0).flatten(0, 1).any(0).nonzero().squeeze(-1)
     if not len(moving):
         return keys
-    turned = state.rotation(keys[:, :, moving], shifts[:, :, moving])
+    turned = state.plan.rotation(keys[:, :, moving], shifts[:, :, moving])
     return keys.index_copy(2, moving, turned)
 
 

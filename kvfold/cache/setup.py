@@ -42,7 +42,6 @@ from kvfold.methods.base import Method, Stages
 from kvfold.observers.of_layer import Observers
 from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.observers.references import ReferencesNeed
-from kvfold.observers.stored import OutputNorms
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel as `check_layer` does, and as `check_structure` for on-policy queries.
+    Raises UnsupportedModel as `Plan.by` does, and as `check_structure` for on-policy queries.
     """
     fits.check_entries(model_trial.entry_shapes(model) or ())
     shares, latents = shares_entries(model), caches_latents(model)
@@ -160,34 +159,10 @@ def put_compressed_layers(
         check_structure(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
-        rotation, projection = Rotation(model, index), OutputProjection(model, index)
-        stored = stages_in_layer(stages, place, len(own), rotation)
-        plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
-        check_layer(stages, rotation, projection)
+        of_model = Rotation(model, index), OutputProjection(model, index), shares, latents
+        plan = Plan(stages, budget, place, len(own), seed, *of_model, ranks, keep_scores)
+        plan = plan.by(stages)
         fitted = fits.of_layer(place, ranks.own_heads)
         observers = Observers.of(stages.needs, fitted, stages.interval)
-        state = LayerState(plan, shared.phase, shared.barrier, rotation, projection, observers)
+        state = LayerState(plan, shared.phase, shared.barrier, observers)
         layers[index] = CompressedLayer(state, shared.binding)
-
-
-def stages_in_layer(stages: Stages, place: int, layers: int, rotation: Rotation) -> Stages:
-    """The stages of compressible layer `place` of `layers`, which may be stored as it came."""
-    encode = stages.encode and stages.encode.of_layer(place, layers)
-    if encode is not None:
-        encode = encode.beside_rope(None if rotation.irreversible() else rotation)
-    return replace(stages, encode=encode)
-
-
-def check_layer(stages: Stages, rotation: Rotation, projection: OutputProjection) -> None:
-    """Raises UnsupportedModel where the layer lacks what the stages read or change.
-
-    That is where keys cannot be moved and positions are to be re-indexed, or cannot be rotated back
-    and the method reads keys or queries before RoPE; and where it reads norms of projected values
-    and the projection is not known.
-    """
-    if stages.positions != "original":
-        rotation.check()
-    if stages.needs.rotated_back:
-        rotation.check_reversible()
-    if OutputNorms in stages.needs:
-        projection.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,6 @@ from kvfold.store.ragged import RaggedStore
 from kvfold.store.reindexed_sinks import ReindexedSinks
 from kvfold.store.sequence import LogicalSequence
 
-if TYPE_CHECKING:  # a layer without a model brings a RoPE and weights of its own
-    from kvfold.hf.output_projection import OutputProjection
-    from kvfold.hf.rotation import Rotation
-
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
 PER_HEAD = ("merging", "head_sizes")  # [B, H]
 PER_ROW = ("capacity",)  # [B], as reports
@@ -46,8 +42,6 @@ class LayerState:
     plan: Plan
     phase: Phase
     barrier: Barrier[LayerState]
-    rotation: Rotation
-    projection: OutputProjection
     observers: Observers
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
@@ -70,8 +64,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        shared = self.barrier, self.rotation, self.projection
-        new = LayerState(self.plan, self.phase, *shared, self.observers.fresh())
+        new = LayerState(self.plan, self.phase, self.barrier, self.observers.fresh())
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 
@@ -359,7 +352,7 @@ class LayerState:
         stages = self.plan.stages
         if stages.positions == "reindex" and self.reindexed is None:
             store, count = self.dense_store(), stages.forced.sinks
-            self.reindexed = ReindexedSinks(store, self.sequence, count, self.rotation)
+            self.reindexed = ReindexedSinks(store, self.sequence, count, self.plan.rotation)
 
     def settle_sinks(self) -> None:
         """Rotates re-indexed sinks up to the oldest recent token."""

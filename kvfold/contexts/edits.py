@@ -154,7 +154,7 @@ def _reread(
     state = cache.states[0]
     by = Renumbering.of_replaced(state.sequence, 1, *span, new)
     fresh = CompressedCache(
-        state.rotation.model,
+        state.plan.rotation.model,
         cache.method,
         cache.budget,
         tokenizer=cache.binding.tokenizer,
@@ -164,7 +164,7 @@ def _reread(
     )
     fresh.binding.put_frame(cache.binding.frame)
     if cache.per_chunk is None:
-        read_turn(state.rotation.model, fresh, ids, chunk=chunk)
+        read_turn(state.plan.rotation.model, fresh, ids, chunk=chunk)
     else:
-        read_per_chunk(state.rotation.model, fresh, ids, chunk=cache.per_chunk)
+        read_per_chunk(state.plan.rotation.model, fresh, ids, chunk=cache.per_chunk)
     return fresh

@@ -25,12 +25,26 @@ N = TypeVar("N", bound="Need[Any]")
 Rows = Callable[[Tensor], Tensor]  # a copying selection along the batch axis
 
 
+class LayerPlan(Protocol):
+    """What a layer of a model is; see `cache/plan.py`."""
+
+    @property
+    def rotation(self) -> Any:
+        """Its RoPE."""
+
+    @property
+    def projection(self) -> Any:
+        """Its W_o."""
+
+
 class Layer(Protocol):
     """A layer, as its observers see it."""
 
-    rotation: Any
-    projection: Any
     sequence: LogicalSequence
+
+    @property
+    def plan(self) -> LayerPlan:
+        """What of it never changes."""
 
     @property
     def needs(self) -> Needs:

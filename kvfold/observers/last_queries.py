@@ -195,7 +195,7 @@ class WindowQueries(Observer[Tensor]):
         self.answer.crop(seen)
 
     def renumber(self, layer: Layer, columns: Tensor, shifts: Tensor) -> None:
-        self.answer.renumber(columns, shifts, layer.rotation)
+        self.answer.renumber(columns, shifts, layer.plan.rotation)
 
     def nbytes(self) -> int:
         return self.prompt.nbytes() + self.answer.nbytes()

@@ -52,7 +52,7 @@ class RunningMoments(Observer[QueryMoments]):
             query, columns = query[:, :, skipped:], columns[skipped:]
         columns = layer.sequence.real(columns.expand(len(query), 1, -1))
         positions = layer.sequence.positions(columns)[:, 0]
-        self.add(query, positions, padded, layer.rotation)
+        self.add(query, positions, padded, layer.plan.rotation)
 
     def add(self, queries: Tensor, positions: Tensor, padded: bool, rotate: Rotate) -> None:
         """Adds `queries [B, Hq, S, D]` at `positions [B, S]`, −1 for padding, if rows are `padded`.
@@ -73,7 +73,7 @@ class RunningMoments(Observer[QueryMoments]):
         layer.stay()
         columns = layer.sequence.real(columns.masked_fill(columns < first, -1)[:, None])
         positions = layer.sequence.positions(columns)[:, 0]
-        self._count(queries, positions, True, layer.rotation)
+        self._count(queries, positions, True, layer.plan.rotation)
 
     def _count(self, queries: Tensor, positions: Tensor, padded: bool, rotate: Rotate) -> None:
         need = self.need

@@ -81,7 +81,7 @@ class OfProjectedNorms(Observer[ProjectedNorms]):
     def of(self, layer: Layer, call: AttentionCall | None) -> ProjectedNorms | None:
         if call is None:
             return None
-        return partial(layer.projection.norms, kind=self.norm, query_heads=call.query.shape[1])
+        return partial(layer.plan.projection.norms, kind=self.norm, query_heads=call.query.shape[1])
 
 
 @dataclass(frozen=True)

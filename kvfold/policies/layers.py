@@ -85,30 +85,25 @@ def _states(
     phase, barrier = Phase(until=prefill.tokens, incoming=ids), Barrier[LayerState]()
     return [
         ChoosingState(
-            Plan(stages, budget, layer, count, seed),
+            Plan(stages, budget, layer, count, seed, *_model_of(prefill, layer)),
             phase,
             barrier,
-            _rotation(prefill, layer),
-            _projection(prefill, layer),
             Observers.of(needs, {kind: each.of_layer(layer) for kind, each in fits.items()}),
         )
         for layer in range(count)
     ]
 
 
-def _rotation(prefill: Prefill, layer: int) -> Any:
-    """The layer's RoPE, which moves nothing in a layer without; None if none was given."""
-    return None if prefill.rope is None else prefill.rope_of(layer) or unmoved
+def _model_of(prefill: Prefill, layer: int) -> tuple[Any, Any]:
+    """The layer's RoPE, which moves nothing in a layer without, and its W_o; None if not given."""
+    rotation = None if prefill.rope is None else prefill.rope_of(layer) or unmoved
+    weights = prefill.output_weights
+    return rotation, None if weights is None else OutputWeight(weights[layer])
 
 
 def unmoved(keys: Tensor, shift: Tensor) -> Tensor:
     """Keys `[B, H, n, D]` of a layer without RoPE, which are the same at all positions."""
     return keys
-
-
-def _projection(prefill: Prefill, layer: int) -> Any:
-    weights = prefill.output_weights
-    return None if weights is None else OutputWeight(weights[layer])
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,9 +118,9 @@ KEYS = (((7 * TOKENS + 3 * FEATURES + TOKENS * FEATURES) % 11 - 5) / 4)[None, No
 def one_layer(spec: str, budget: int) -> CompressedLayer:
     """A single layer without a model."""
     stages = kvfold.parse(spec).stages()
-    plan = Plan(stages, Budget.of(budget), 0, 1, 0)
+    plan = Plan(stages, Budget.of(budget), 0, 1, 0, None, None)
     observers = Observers.of(stages.needs, {}, stages.interval)
-    return CompressedLayer(LayerState(plan, Phase(), Barrier(), None, None, observers), None)
+    return CompressedLayer(LayerState(plan, Phase(), Barrier(), observers), None)
 
 
 def feed(layer: CompressedLayer, first: int, last: int) -> list[int]:

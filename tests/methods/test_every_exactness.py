@@ -38,7 +38,8 @@ class Row:
     def __init__(self, seen: Witness, state: LayerState, call: AttentionCall, row: int) -> None:
         record, self.padding = seen.of[state], seen.padding[row]
         self.seen, self.prompt = state.seen - self.padding, seen.prompt - self.padding
-        self.turn, self.scale, self.sizes = state.rotation, call.logits["scale"], record.sizes[row]
+        self.turn, self.scale = state.plan.rotation, call.logits["scale"]
+        self.sizes = record.sizes[row]
         self.queries = torch.stack(record.queries, 2)[row, :, self.padding :]  # [Hq, N, D]
         self.heads = [self.head(state, call, record, row, h) for h in range(len(self.sizes))]
 

@@ -102,7 +102,7 @@ def test_merged_entries_are_moved_too() -> None:
     for one, other in zip(plain.cache.states, moved.cache.states, strict=True):
         by = other.observers.moves.moves
         assert by.max() > 10
-        keys = one.rotation(one.stored().keys, by)
+        keys = one.plan.rotation(one.stored().keys, by)
         torch.testing.assert_close(other.stored().keys, keys, atol=CLOSE, rtol=0)
         assert torch.equal(other.stored().values, one.stored().values)
 

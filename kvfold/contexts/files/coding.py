@@ -130,7 +130,7 @@ class Coding:
         Nothing for a text too short for its codes to be smaller.
         """
         layers = [header for header in headers if isinstance(header, LayerHeader)]
-        _check(layers, cache.states[0].rotation.model)
+        _check(layers, cache.states[0].plan.rotation.model)
 
         def tensor(name: str) -> Tensor:
             return stored[same_as.get(name, name)]
@@ -186,7 +186,7 @@ class Coding:
 def rotations_of(cache: CompressedCache) -> dict[int, Rotation]:
     """RoPE of each compressed layer, by its index."""
     return {
-        index: layer.state.rotation
+        index: layer.state.plan.rotation
         for index, layer in enumerate(cache.layers)
         if isinstance(layer, CompressedLayer)
     }

@@ -108,5 +108,5 @@ def layers_read(
             assert attended is not None
             keys, values = state.stored().dense()
             yield LayerRead(
-                attended.query[0], keys[0], values[0], attended.logits["scale"], state.rotation
+                attended.query[0], keys[0], values[0], attended.logits["scale"], state.plan.rotation
             )

@@ -61,7 +61,7 @@ def scored(
     """Reads a text as a user's message, lets the model repeat it, and scores all of its entries."""
     cache = CompressedCache(model, method, 1.0, tokenizer=tokenizer)
     for state in cache.states:
-        state.rotation.check_reversible()
+        state.plan.rotation.check_reversible()
     ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
     features, scores = [], []
     with cache.reading():

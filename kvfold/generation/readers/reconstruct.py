@@ -222,7 +222,7 @@ def _weighing_queries(cache: CompressedCache, repeating: ReconstructionForward) 
         norms = hidden.detach().float().norm(dim=-1)
         repeating.row_weights[layer] = norms.clamp(min=torch.finfo(norms.dtype).tiny).reciprocal()
 
-    with inputs_noted([state.projection.attention for state in cache.states], weigh):
+    with inputs_noted([state.plan.projection.attention for state in cache.states], weigh):
         yield
 
 
