@@ -12,9 +12,12 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from kvfold.eval.metrics.base import MetricScore, library
@@ -111,11 +114,36 @@ def _compared(written: str, answer: str, limit: int) -> MetricScore:
     problem = None
     for pair in itertools.product(gold, parsed):
         try:
-            if math_verify.verify(*pair, timeout_seconds=limit, raise_on_error=True):
-                return MetricScore(1.0)
+            with _given_up_after(limit + 1):
+                if math_verify.verify(*pair, timeout_seconds=limit, raise_on_error=True):
+                    return MetricScore(1.0)
         except (Exception, library("math_verify.errors").TimeoutException) as error:
             problem = f"math-verify: {type(error).__name__}"
     return MetricScore(0.0, problem)
+
+
+@contextmanager
+def _given_up_after(seconds: float) -> Iterator[None]:
+    """Raises TimeoutException after so many seconds of work, and every second until it is heard.
+
+    math-verify raises it once, which is lost where a finalizer runs or sympy catches everything.
+    """
+    if sys.platform == "win32":  # there it compares in a process of its own
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise library("math_verify.errors").TimeoutException
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
+    try:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers and expressions as answers: GSM8K and MATH."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from math_verify.errors import TimeoutException
@@ -83,6 +85,23 @@ def test_a_comparison_that_fails_is_a_counted_failure(monkeypatch):
 @pytest.mark.slow
 def test_a_comparison_that_never_ends_is_a_counted_failure():
     found = maths.equivalent("\\boxed{\\sum_{k=1}^{10^8} \\frac{1}{k^2+1}}", "\\frac{3}{7}", 1)
+    assert found == MetricScore(0.0, "math-verify: TimeoutException")
+
+
+@pytest.mark.slow
+def test_a_comparison_that_hears_no_alarm_is_given_up_too(monkeypatch):
+    from math_verify import grader
+
+    def deaf(*arguments):
+        with suppress(TimeoutException):
+            while True:
+                pass
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            pass
+
+    monkeypatch.setattr(grader, "sympy_expr_eq", deaf)
+    found = maths.equivalent("\\boxed{x^2}", "2 x", 1)
     assert found == MetricScore(0.0, "math-verify: TimeoutException")
 
 
