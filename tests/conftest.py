@@ -14,6 +14,7 @@ import transformers
 # Tests of mechanics run on the CPU everywhere; `make test-gpu` shows kernels' tests a GPU.
 if "KVFOLD_TEST_GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"  # of child processes: as many tests run as there are cores
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
@@ -42,11 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     quick = Counter[Path]()
-    for first, *others in tests.values():
-        cases = [first, *others]
-        mark = first.get_closest_marker("cases")
+    for every in tests.values():
+        cases = [item for item in every if not item.get_closest_marker("whole")] or every
+        mark = cases[0].get_closest_marker("cases")
         chosen = [0]
-        if others:
+        if len(cases) > 1:
             number = mark.args[0] if mark else None
             chosen = covering([item.callspec.params for item in cases], number)
         for index in set(range(len(cases))) - set(chosen):

@@ -121,6 +121,7 @@ class Both:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("lengths", "budget"),
     [

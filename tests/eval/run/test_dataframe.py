@@ -93,7 +93,9 @@ def test_a_file_is_no_folder_of_results_and_windows_have_one_length(setting, tmp
     file = tmp_path / "file"
     file.write_text("the quick brown fox " * 400)
     with pytest.raises(KvfoldError, match="cannot write into"):
-        kvfold.evaluate(setting.model, setting.tokenizer, "kv_retrieval", "knorm", 0.5, out=file)
+        kvfold.evaluate(
+            setting.model, setting.tokenizer, "kv_retrieval", "knorm", 0.5, samples=1, out=file
+        )
     with pytest.raises(KvfoldError, match="continuation cuts its texts into windows of one length"):
         kvfold.evaluate(
             setting.model, setting.tokenizer, "continuation", "knorm", 0.5,

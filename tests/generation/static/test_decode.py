@@ -190,18 +190,17 @@ def test_other_readers_of_a_context_see_it_as_it_was(model, spec):
     assert torch.equal(*outs)
 
 
-@pytest.mark.cases(1)
+@BATCHES
+@pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED, ENCODED[0], "h2o"])
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
-def test_softcaps_and_sinks_are_not_forgotten(name):
+def test_softcaps_and_sinks_are_not_forgotten(name, spec, lengths):
     torch._dynamo.reset()
     model = small(name, layer_types=["full_attention"] * 2)
     if name == "gpt_oss":
         model.set_experts_implementation("grouped_mm")
-    for spec in ("snapkv:window=8", RAGGED, ENCODED[0], "h2o"):
-        for lengths in (ALONE, PADDED):
-            outs, caches = both(model, spec, lengths)
-            assert torch.equal(*outs)
-            check_same(*caches)
+    outs, caches = both(model, spec, lengths)
+    assert torch.equal(*outs)
+    check_same(*caches)
 
 
 def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
