@@ -113,7 +113,7 @@ class CompressedCache(CacheParts, ToldOfForwards):
     @property
     def reconstruction(self) -> ContextReconstruction | None:
         """Reconstruction that is due when the first prefill ends; None if done or not needed."""
-        read = any(state.rounds for state in self.states)
+        read = any(state.evictions for state in self.states)
         return None if read else self.method.stages().needs.get(ContextReconstruction)
 
     @property

@@ -30,7 +30,7 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
 
     Raises KvfoldError as `CompressedCache.to_budget`.
     """
-    if not cache.phase.reading or any(state.rounds for state in cache.states):
+    if not cache.phase.reading or any(state.evictions for state in cache.states):
         raise KvfoldError("a cache takes another budget only while its first turn is read")
     method, budget = bounded(method, budget, None, cache.max_cache_tokens)
     if not reads_for(cache.method, method):

@@ -81,7 +81,7 @@ def predicted_slot(state: LayerState, call: AttentionCall, store: DenseStore) ->
 def evict_after_token(state: LayerState, call: AttentionCall) -> None:
     """Evicts down to the layer's capacity after a generated token."""
     assert state.plan.budget is not None
-    if state.capacity is None and state.rounds == 0 and state.plan.budget.kind != "ratio":
+    if state.capacity is None and state.evictions == 0 and state.plan.budget.kind != "ratio":
         state.note_size(size_of(state, observation_of(state, call)))
     if state.capacity is not None:
         state.begin_eviction()
@@ -95,7 +95,7 @@ def evict_one(calls: Calls) -> None:
     than one.
     """
     stores: Stores = {}
-    rounds = {state: state.rounds + 1 for state in calls}
+    evictions = {state: state.evictions + 1 for state in calls}
     for state in calls:
         store = state.store
         assert isinstance(store, DenseStore)
@@ -113,7 +113,7 @@ def evict_one(calls: Calls) -> None:
                 stores[state].change(change.slot, change.keys, change.values, change.norms)
                 merging[state] = change.state
     for state in slots:
-        state.note_one_left(rounds[state], merging[state])
+        state.note_one_left(evictions[state], merging[state])
         if stores[state].crowded:
             state.copy_alive()
 

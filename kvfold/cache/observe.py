@@ -123,4 +123,4 @@ def judged(state: LayerState, observation: Observation) -> Observation:
 
 def draw(state: LayerState) -> int:
     """Seed of this eviction's random draws."""
-    return hash((state.plan.seed, state.plan.layer, state.rounds)) % 2**31
+    return hash((state.plan.seed, state.plan.layer, state.evictions)) % 2**31

@@ -122,7 +122,7 @@ def _check_own_forwards_ran(state: LayerState) -> None:
 
     Entries of later prefills are added to those that the first one kept.
     """
-    if state.rounds == 1:
+    if state.evictions == 1:
         raise KvfoldError(
             "this method runs forwards of its own over a first prompt: use kvfold.compress or "
             "kvfold.generate, with a cache that was given tokenizer= where it needs one"

@@ -167,7 +167,7 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         sequence=replace(by.sequence, valid=None if valid is None else valid.clone()),
         observers=copy.deepcopy(state.observers),
         surplus=None,  # heads may have lost different numbers of entries
-        rounds=state.rounds + bool(state.rounds),  # kept scores rank the text before the edit
+        evictions=state.evictions + bool(state.evictions),  # kept scores are of before the edit
         evicted_at=by.counts[state.evicted_at],
         settled=by.counts[state.settled],
         turn_end=None if state.turn_end is None else by.counts[state.turn_end],

@@ -105,7 +105,7 @@ def _check_settled(cache: CacheParts) -> None:
         raise KvfoldError(
             "this cache keeps no scores of its entries: compress the text with keep_scores=True"
         )
-    later = any(state.rounds != 1 or state.settled != state.seen for state in states)
+    later = any(state.evictions != 1 or state.settled != state.seen for state in states)
     if later or cache.phase.frozen or cache.per_chunk is not None:
         raise KvfoldError(
             "a cache shrinks as its first prefill left it, and this one was compressed more than "

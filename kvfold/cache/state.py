@@ -45,7 +45,7 @@ class LayerState:
     observers: Observers
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
-    rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
+    evictions: int = 0  # of all kinds so far: each draws a seed of its own
     evicted_at: int = 0  # tokens seen at the last change that no crop undoes
     settled: int = 0  # tokens seen when the layer was last brought to its budget
     capacity: Tensor | None = None  # entries that a row holds while decoding
@@ -217,7 +217,7 @@ class LayerState:
 
     def begin_eviction(self, count: int = 1) -> None:
         """Notes that an eviction begins, or `count`: the next draws have another seed."""
-        self.rounds += count
+        self.evictions += count
 
     def settle(self) -> None:
         """Notes that the layer has been brought to its budget."""
@@ -231,12 +231,12 @@ class LayerState:
         if self.plan.stages.positions == "reindex":
             self.let_sinks_move()
 
-    def note_one_left(self, rounds: int, merging: Tensor | None) -> None:
+    def note_one_left(self, evictions: int, merging: Tensor | None) -> None:
         """As `note_eviction`, of one entry of each head, which hold their capacity again.
 
-        `rounds` are the evictions so far, `merging [B, H]` is the merge stage's state.
+        `evictions` are those so far, `merging [B, H]` is the merge stage's state.
         """
-        self.surplus, self.rounds, self.merging = 0, rounds, merging
+        self.surplus, self.evictions, self.merging = 0, evictions, merging
         self.evicted_at = self.settled = self.sequence.seen
         if self.plan.stages.positions == "reindex":
             self.let_sinks_move()

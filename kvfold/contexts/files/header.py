@@ -23,7 +23,7 @@ class LayerHeader(HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
     `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads,
-    `turns` the layer's eviction rounds, `turn_end` and `next_round` set by decode="every" only;
+    `turns` its evictions so far, `turn_end` and `next_round` set by decode="every" only;
     `settled` are the tokens seen when it was last brought to its budget, None: all.
     """
 

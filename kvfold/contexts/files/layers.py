@@ -71,7 +71,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
         new=new,
         first_new=first_new,
         seen=state.seen,
-        turns=state.rounds,
+        turns=state.evictions,
         settled=None if state.settled == state.seen else state.settled,
         **{name: getattr(state, name) for name in NUMBERS},
         by_head=sorted(by_head),
@@ -101,7 +101,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
         **{name: None if held is None else held.clone() for name, held in of_rows.items()},
         reports={name: saved.whole[name].clone() for name in REPORTS if name in saved.whole},
         **{name: getattr(header, name) for name in NUMBERS},
-        rounds=header.turns,
+        evictions=header.turns,
         settled=header.seen if header.settled is None else header.settled,
     )
     if state.evicted_at:
