@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one layer: method, budget, place among the layers, and its size in entries."""
+"""The plan of one layer: method, budget, place in the model, and its size in entries."""
 
 from __future__ import annotations
 
