@@ -41,7 +41,7 @@ def test_a_script_is_short_and_says_how_it_is_run(script: Path) -> None:
     assert described.endswith(f"python examples/{script.name} [MODEL]")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_generate_answers_from_a_smaller_cache() -> None:
     answer, sizes = output_of("generate")
     assert NUMBER in answer

@@ -77,7 +77,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         kvfold.SnapKW  # noqa: B018
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_methods_and_generation_are_packages() -> None:
     modules_after(
         "import kvfold.methods.kivi, kvfold.generation.generate, kvfold\n"

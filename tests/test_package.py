@@ -71,7 +71,7 @@ def test_contributing_names_files_that_are_there() -> None:
     assert not [str(path.relative_to(ROOT)) for path in paths if not path.exists()]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_links_are_alive_in_the_sdist(sdist: dict[str, str]) -> None:
     pages = [name for name in sdist if name.endswith(".md")]
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/structure.md"} <= set(pages)

@@ -33,8 +33,7 @@ READING = (
 def section(cls: type[Method]) -> str:
     """Tables of a method's rows, for each model and protocol, and links to other comparisons."""
     parts = []
-    for board in chain(*_leaderboards().values()):
-        rows = by_budget(board.overall())
+    for board, rows in _rows():
         own = [row for row in rows if cls in _classes(row.method)]
         if own:
             full = [row for row in rows if row.method == FULL and row not in own]
@@ -62,6 +61,12 @@ def _leaderboards() -> dict[Path, list[Board]]:
     """Boards of both models by folder, one for each protocol, the really trained one first."""
     files = [folder / "records.jsonl" for folder in (RESULTS, BUNDLED_RESULTS)]
     return {file.parent: boards(load_results([file])) for file in files if file.is_file()}
+
+
+@cache
+def _rows() -> list[tuple[Board, list[ReportRow]]]:
+    """Each board, and its rows over all tasks."""
+    return [(board, by_budget(board.overall())) for board in chain(*_leaderboards().values())]
 
 
 @cache

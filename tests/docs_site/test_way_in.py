@@ -91,21 +91,13 @@ def test_readme_s_table_is_that_of_the_gpu_s_records() -> None:
     assert shown == expected
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("serve-documents", [NUMBER, '"id":"contract"', NUMBER]),
-        pytest.param(
-            "compare-methods",
-            ["kvzip", "random", "compactor", "no certificate"],
-            marks=pytest.mark.whole,
-        ),
-        pytest.param(
-            "own-method",
-            ["value_norm + kivi:bits=4", "the same entries"],
-            marks=pytest.mark.whole,
-        ),
+        ("compare-methods", ["kvzip", "random", "compactor", "no certificate"]),
+        ("own-method", ["value_norm + kivi:bits=4", "the same entries"]),
     ],
 )
 def test_a_tutorial_s_commands_run(name: str, told: list[str], tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_workers_leave_interrupts_to_their_parent_from_the_start(folder, capfd):
 @pytest.mark.slow
 def test_a_job_that_raises_is_told_in_its_own_words_and_the_others_are_done(folder):
     todo = ["a", "raises", Unreadable("text"), "b", "lambda", "refuses", "c"]
-    found = list(processes(WorkerSpec(str(folder), echo, gave_up), 2)(todo))
+    found = list(processes(WorkerSpec(str(folder), echo, gave_up), 1)(todo))
     failed = dict(each for each in found if isinstance(each, tuple))
     assert sorted(each for each in found if isinstance(each, str)) == ["a", "b", "c"]
     assert failed.keys() == {"raises", "text", "lambda", "refuses"}

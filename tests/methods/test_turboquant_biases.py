@@ -56,6 +56,7 @@ def logits(model: Any, ids: Tensor, cache: Any, prompt: int) -> Tensor:
     return torch.cat(found).double().log_softmax(-1)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("spec", "budget", "prompt"),
     [("turboquant", None, 120), ("turboquant", None, 30), ("snapkv + turboquant", 0.6, 120),

@@ -156,7 +156,7 @@ def test_everything_kept_scores_as_plain_hf(tasks, scored):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_small_budget_changes_every_score(tasks, scored):
     _, given = scored
     found, answers = run(compressed("streaming_llm", 40), tasks, *TASKS)

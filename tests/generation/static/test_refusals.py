@@ -39,6 +39,7 @@ def model():
     return small("llama")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "spec", ["kivi:group=8,residual=8", "turboquant:residual=8,sinks=2", *ENCODED[2:]]
 )
@@ -85,6 +86,7 @@ def test_a_cache_whose_step_broke_off_is_refused(model, spec, monkeypatch):
         kvfold.generate(model, torch.cat([ids, continuation(1, 9)], 1), cache=cache, **GREEDY)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", RAGGED])
 def test_a_step_that_failed_when_its_token_was_stored_is_not_read_on(model, spec):
     calls: list[int] = []

@@ -143,6 +143,7 @@ def test_each_draw_spreads_an_entry_wholly_or_not(seed, tokens, data):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kept", [5, 29])
 def test_the_mean_of_many_draws_is_the_deterministic_result(kept):
     eviction = evict([(30, kept)], heads=1)
