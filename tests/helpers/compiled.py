@@ -82,7 +82,7 @@ def check_same(eager: CompressedCache, compiled: CompressedCache, atol: float = 
         for name in ("merging", "capacity"):
             of_one, of_other = getattr(one, name), getattr(other, name)
             torch.testing.assert_close(of_other, of_one, atol=1e-5, rtol=1e-5)
-        for name in ("surplus", "rounds", "evicted_at", "settled"):
+        for name in ("surplus", "evictions", "evicted_at", "settled"):
             assert getattr(other, name) == getattr(one, name)
 
 
