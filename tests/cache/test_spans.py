@@ -97,6 +97,13 @@ def test_what_is_not_in_the_text_is_refused(part):
         span(made(), TEXT, part)
 
 
+def test_an_error_shows_sixty_characters_of_a_part():
+    for length, shown in ((58, f"'{'x' * 58}'"), (59, f"'{'x' * 56}...")):
+        with pytest.raises(KvfoldError) as refused:
+            span(made(), TEXT, "x" * length)
+        assert str(refused.value).startswith(f"{shown} is not") and len(shown) <= 60
+
+
 def test_a_tokenizer_that_changes_the_text_is_refused():
     class Forgetful(WithoutOffsets):
         def decode(self, ids, **options):

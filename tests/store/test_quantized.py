@@ -2,10 +2,12 @@
 """When keys and values are packed, and what a packing refuses."""
 
 import pytest
+import torch
 
 from kvfold import KvfoldError
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.store.quantized import Packing
+from kvfold.store.ragged import RaggedStore
 from tests.helpers.encoded import GROUP, entries
 
 
@@ -26,6 +28,17 @@ def test_a_packing_packs_keys_and_values_in_their_bits():
     assert isinstance(keys, PackedKeys) and keys.bits == 2
     assert isinstance(values, PackedValues) and values.bits == 8
     assert not packing.raw
+
+
+def test_entries_may_leave_until_their_key_or_value_is_packed():
+    keys = torch.stack(entries([70, 70]))[None]
+    columns = torch.arange(70).expand(1, 2, -1)
+    slots = columns.clone()
+    slots[0, 0, :50] = -1  # the first head has 20 entries, the second 70
+    store = RaggedStore(keys, keys, columns.int(), slots, Packing(group=GROUP, residual=32))
+    assert store.fixed.tolist() == [[[False] * 70] * 2]
+    store.encode_due(decoding=False)  # of the second head 64 keys and 38 values
+    assert store.fixed.tolist() == [[[False] * 70, [True] * 64 + [False] * 6]]
 
 
 def test_groups_must_fill_the_head_size():
