@@ -65,7 +65,8 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_contributing_names_files_that_are_there() -> None:
-    named = PATH.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    pages = (ROOT / "CONTRIBUTING.md", ROOT / "docs" / "extending.md")
+    named = [name for page in pages for name in PATH.findall(page.read_text(encoding="utf-8"))]
     paths = [ROOT / name for name in named if "NAME" not in name]
     assert len(paths) > 20
     assert not [str(path.relative_to(ROOT)) for path in paths if not path.exists()]

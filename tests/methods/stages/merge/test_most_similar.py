@@ -13,7 +13,7 @@ from kvfold import IllegalComposition, KvfoldError, parse
 from kvfold.methods.stages.merge import most_similar as similar
 from kvfold.methods.stages.merge import value_spread as spread
 from kvfold.methods.stages.merge.base import Eviction
-from kvfold.methods.stages.merge.most_similar import evicted_slots, merge_similar
+from kvfold.methods.stages.merge.most_similar import evicted_slots, merge_apart, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values
 from kvfold.observers.column_sums import ColumnSums
 from tests.helpers.evictions import (
@@ -127,6 +127,19 @@ def test_merging_is_the_loop_over_equations_9_to_12(rows, heads, weights, on):
     state = torch.full(eviction.slots.shape[:2], 0.3)
     later = dataclasses.replace(eviction, state=state)
     assert_like_the_loops(later, beta=0.25, weights=weights, on=on)
+
+
+@HEADS
+def test_keys_and_values_apart_have_thresholds_of_their_own(heads):
+    eviction = evict([(20, 6)], heads=heads)
+    before = torch.tensor([0.1, 0.9]).expand(*eviction.slots.shape[:2], 2)
+    *merged, after = merge_apart(dataclasses.replace(eviction, state=before))
+    for at, on in enumerate(("keys", "values")):
+        own = dataclasses.replace(eviction, state=before[..., at])
+        expected = naive_d2o(own, on=on)
+        kept = without_holes(merged[at], eviction)
+        torch.testing.assert_close(kept.double(), expected[at], **CLOSE)
+        torch.testing.assert_close(after[..., at].double(), expected[2], equal_nan=True, **CLOSE)
 
 
 @ROWS
