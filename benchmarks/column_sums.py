@@ -13,7 +13,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from kvfold.kernels.query_blocks import attend_with_column_sums
+from kvfold.kernels.query_blocks import attend_with_moments
 
 HEADS, GROUPS, SIZE, ROUNDS = 4, 2, 64, 5
 
@@ -31,7 +31,7 @@ def main() -> None:
             packed.append(time.perf_counter() - began)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             began = time.perf_counter()
-            attend_with_column_sums(query, key, value, None, scale=SIZE**-0.5)
+            attend_with_moments(query, key, value, None, squares=False, scale=SIZE**-0.5)
             summed.append(time.perf_counter() - began)
             if len(summed) == 1:
                 grew = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from kvfold.attention.mask import biased, physical_mask
 from kvfold.hf.attention import stock_attention
-from kvfold.kernels.column_maxima import attend_with_column_maxima
+from kvfold.kernels.column_maxima import NotedPart, attend_with_column_maxima
 from kvfold.kernels.column_sums import attend_with_moments
 from kvfold.kernels.gather import as_added
-from kvfold.kernels.noted_part import NotedPart
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.single_query import attend_beside, attend_with_row
 from kvfold.kernels.views import BiasedColumns, RaggedView

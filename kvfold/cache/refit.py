@@ -13,8 +13,8 @@ from torch import Tensor
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
+from kvfold.kernels.column_maxima import NotedPart, pick_queries
 from kvfold.kernels.gather import take
-from kvfold.kernels.noted_part import NotedPart, pick_queries
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.refit.base import Compaction

@@ -10,7 +10,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from kvfold.kernels import query_blocks as chunked
+from kvfold.kernels import query_blocks
 from kvfold.kernels.dispatch import columns_path
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.swapped_qk import causal_attention, column_sums_from_two_flash_passes
@@ -41,7 +41,6 @@ def attend_with_moments(
         if squares:
             return out, *column_moments(query, key, lse, scale=scale, counted=counted)
         return out, column_sums(query, key, lse, scale=scale, counted=counted), None
-    if squares:
-        return chunked.attend_with_moments(query, key, value, mask, counted=counted, **options)
-    out, sums = chunked.attend_with_column_sums(query, key, value, mask, counted=counted, **options)
-    return out, sums, None
+    return query_blocks.attend_with_moments(
+        query, key, value, mask, counted=counted, squares=squares, **options
+    )

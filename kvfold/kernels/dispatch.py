@@ -19,7 +19,7 @@ from kvfold.kernels.swapped_qk import COLUMNS
 from kvfold.kernels.views import OTHER, Form, RaggedView
 
 Path = Literal["triton", "varlen", "flash", "native", "torch"]
-# Ways of attention to segments, each a module of `kernels/segments/`.
+# Ways of attention to segments, each a function of `kernels/ragged.py`.
 SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "rows"]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)

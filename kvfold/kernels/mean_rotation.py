@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+# (keys [B, H, n, D], shift [B], [B, n] or [B, H, n]) → keys rotated forward by `shift` positions
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -95,6 +95,9 @@ def _pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, T
     return pack(codes.flatten(1), bits, 1), scale.squeeze(2), minimum.squeeze(2)
 
 
+PARTS = ("words", "scale", "minimum")  # of all segments
+
+
 @dataclass(frozen=True)
 class _Packed:
     """Packed codes of `bits` each, with scale and minimum of every group of `group` numbers."""
@@ -108,21 +111,13 @@ class _Packed:
 
     def extended(self, new: Self) -> Self:
         """Each segment followed by that of `new`."""
-        return dataclasses.replace(
-            self,
-            words=self.words.extended(new.words),
-            scale=self.scale.extended(new.scale),
-            minimum=self.minimum.extended(new.minimum),
-        )
+        both = {name: getattr(self, name).extended(getattr(new, name)) for name in PARTS}
+        return dataclasses.replace(self, **both)
 
     def select(self, segments: list[int]) -> Self:
         """A copy of these segments, in this order."""
-        return dataclasses.replace(
-            self,
-            words=self.words.select(segments),
-            scale=self.scale.select(segments),
-            minimum=self.minimum.select(segments),
-        )
+        chosen = {name: getattr(self, name).select(segments) for name in PARTS}
+        return dataclasses.replace(self, **chosen)
 
     def segment(self, i: int) -> Tensor:
         """Dequantized entries `[n, D]` of segment i."""
@@ -182,13 +177,12 @@ class _Packed:
 
     def named(self) -> Named:
         """Words, scale and minimum of each segment, as views."""
-        names = ("words", "scale", "minimum")
-        return {name: list(getattr(self, name).segments) for name in names}
+        return {name: list(getattr(self, name).segments) for name in PARTS}
 
     @classmethod
     def from_named(cls, parts: Named, bits: int, group: int) -> Self:
         """Copy from what `named` returned; raises ValueError for parts that do not fit together."""
-        tensors = [parts[name] for name in ("words", "scale", "minimum")]
+        tensors = [parts[name] for name in PARTS]
         for codes, step, lowest in zip(*tensors, strict=True):
             sizes, groups = list(codes.shape), list(step.shape)
             sizes[cls.axis] *= 32 // bits
@@ -217,13 +211,8 @@ class PackedKeys(_Packed):
         assert not any(n % group for n in lengths)
         words, scale, minimum = _pack_keys(torch.cat(segments), bits, group)
         groups = [n // group for n in lengths]
-        return cls(
-            Flat(words, [n * bits // 32 for n in lengths]),
-            Flat(scale, groups),
-            Flat(minimum, groups),
-            bits,
-            group,
-        )
+        codes = Flat(words, [n * bits // 32 for n in lengths])
+        return cls(codes, Flat(scale, groups), Flat(minimum, groups), bits, group)
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in blocks of queries, whose softmax rows give output and column sums in one pass.
 
-Reference: `reference.attend_with_column_sums`, `reference.attend_with_moments`.
+Reference: `reference.attend_with_moments`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,6 @@ GAP = 256
 FEW = 16
 
 
-def attend_with_column_sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    counted: Tensor | None = None,
-    **options: Unpack[LogitOptions],
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_with_column_sums`, with memory linear in T."""
-    blocks = AttentionBlocks(query, key, value, mask, **options)
-    sums = _column_sums(blocks, counted)
-    return blocks.out, sums
-
-
 def attend_with_moments(
     query: Tensor,
     key: Tensor,
@@ -43,18 +28,20 @@ def attend_with_moments(
     mask: Tensor | None,
     *,
     counted: Tensor | None = None,
+    squares: bool = True,
     **options: Unpack[LogitOptions],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_with_moments`, with memory linear in T."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `reference.attend_with_moments`, with memory linear in T.
+
+    The sums of squares are None without `squares`.
+    """
     blocks = AttentionBlocks(query, key, value, mask, **options)
-    squares = blocks.per_entry()
-    sums = _column_sums(blocks, counted, squares)
-    return blocks.out, sums, squares / blocks.groups**2
+    found = blocks.per_entry() if squares else None
+    sums = _column_sums(blocks, counted, found)
+    return blocks.out, sums, None if found is None else found / blocks.groups**2
 
 
-def _column_sums(
-    blocks: AttentionBlocks, counted: Tensor | None, squares: Tensor | None = None
-) -> Tensor:
+def _column_sums(blocks: AttentionBlocks, counted: Tensor | None, squares: Tensor | None) -> Tensor:
     """Column sums `[B, H, T]` over all blocks; adds squared group sums to `squares [B, H, T]`."""
     sums = blocks.per_entry()
     voting = blocks.voters(counted).to(sums.dtype)

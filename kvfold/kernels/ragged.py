@@ -1,30 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to segments of different lengths (varlen), without padding.
+"""Attention to segments of different lengths (varlen), without padding: six ways.
 
-Reference: `reference.attend_with_column_sums` on each segment alone.
+`dispatch.segments_path` chooses. Reference: `reference.attend_with_column_sums` on each segment
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.kernels.dispatch import SegmentPath, segments_path
+from kvfold.kernels.dispatch import SegmentPath, segments_path, triton_available
 from kvfold.kernels.logits import LogitOptions
-from kvfold.kernels.segments import blocks, each, even, packed, per_token, rows
-from kvfold.kernels.views import RaggedView
+from kvfold.kernels.packing import PackedKeys, PackedValues, not_both_packed
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.kernels.segment_parts import (
+    attended,
+    hidden_slots,
+    joined,
+    kernels,
+    merged,
+    softmax,
+    tails,
+)
+from kvfold.kernels.views import BLOCK, Flat, PartView, RaggedView
 
-PATHS: dict[SegmentPath, Callable[[Tensor, RaggedView, Tensor | None, LogitOptions], Tensor]] = {
-    "blocks": blocks.attend,
-    "each": each.attend,
-    "even": even.attend,
-    "packed": packed.attend,
-    "per token": per_token.attend,
-    "rows": rows.attend,
-}
+try:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+except ImportError:  # torch before 2.10
+    AuxRequest = varlen_attn = None  # type: ignore[assignment, misc]
+
+QUERIES = 128  # of one block
+# query [·, H, G, D], keys, values → output [·, H, G, Dv], and the log-sum-exp [·, H, G]
+_flash_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_to_segments(
@@ -41,3 +53,240 @@ def attend_to_segments(
         mask = None if bool(shown.all()) else mask
     path = segments_path(query, stored, masked=mask is not None, **options)
     return PATHS[path](query, stored, mask, options)
+
+
+def _blocks(
+    query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions
+) -> Tensor:
+    """Segment by segment in blocks of queries, which takes every case.
+
+    Output `[B, Hq, S, Dv]` of queries that see what `mask` shows; None: causal.
+    """
+    batch, query_heads, queries, size = query.shape
+    segments = len(stored.keys.gaps)
+    groups = query_heads * batch // segments
+    softcap, sink_logits = options.get("softcap"), options.get("sink_logits")
+    grouped = (query * options["scale"]).reshape(segments, groups, queries, size)
+    out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])
+    pieces = zip(stored.keys.all_pieces(), stored.values.all_pieces(), strict=True)
+    biases = None if stored.bias is None else stored.bias.all_pieces()
+    for i, (keys, values) in enumerate(pieces):
+        row, head = divmod(i, segments // batch)
+        share = slice(head * groups, (head + 1) * groups)
+        for start in range(0, queries, QUERIES):
+            block = grouped[i, :, start : start + QUERIES].reshape(-1, size)
+            logits = torch.cat([block @ piece.T for piece in keys], -1).unflatten(0, (groups, -1))
+            if softcap is not None:
+                logits = torch.tanh(logits / softcap) * softcap
+            if biases is not None:
+                logits = logits + torch.cat(biases[i])[:, 0]
+            if mask is not None:
+                of_row = mask[row, share if mask.shape[1] > 1 else slice(0, 1)]
+                _hide(logits, of_row[:, start : start + QUERIES])
+            elif queries > 1:
+                _hide_later(logits, queries, start)
+            weights = softmax(logits, None if sink_logits is None else sink_logits[share])
+            out[i, :, start : start + QUERIES] = _mix(weights.to(query.dtype), values)
+    return out.view(batch, query_heads, queries, -1)
+
+
+def _hide(logits: Tensor, mask: Tensor) -> None:
+    """Applies a mask `[1 or G, S, n]` to the last n slots of `logits [G, S, T]`, in place."""
+    width = mask.shape[-1]
+    if width == 0:
+        return
+    part = logits[..., logits.shape[-1] - width :]
+    if mask.dtype == torch.bool:
+        part.masked_fill_(~mask, -torch.inf)
+    else:
+        part.add_(mask)
+
+
+def _hide_later(logits: Tensor, queries: int, start: int) -> None:
+    """Causal mask in place for a block of queries from `start` on; the last `queries` slots."""
+    slot = torch.arange(queries, device=logits.device)
+    later = slot > slot[start : start + logits.shape[1], None]
+    logits[..., logits.shape[-1] - queries :].masked_fill_(later, -torch.inf)
+
+
+def _mix(weights: Tensor, values: list[Tensor]) -> Tensor:
+    """Sum `[G, S, Dv]` over all pieces of `values [n, Dv]`, weighted `[G, S, T]`."""
+    parts = weights.flatten(0, 1).split([len(piece) for piece in values], -1)
+    mixed = parts[0] @ values[0]
+    for part, piece in zip(parts[1:], values[1:], strict=True):
+        mixed = torch.addmm(mixed, part, piece)
+    return mixed.view(*weights.shape[:2], -1)
+
+
+def _each(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
+    """A step over raw segments on a CPU: segment by segment, then all tails.
+
+    Output `[B, Hq, 1, Dv]`, of parts that are joined by their log-sum-exps.
+    """
+    segments, scale = len(stored.keys.gaps), options["scale"]
+    grouped = query.reshape(segments, 1, -1, query.shape[-1])
+    # Torch's kernel gives each thread whole heads, so equal shares of a segment pose as heads: one
+    # or more for every thread, of whole blocks.
+    shares = min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
+    rows = (grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped).split(1)
+    old_keys, old_values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(old_keys, Flat) and isinstance(old_values, Flat)
+    biases: Sequence[Tensor | None] = [None] * segments
+    if stored.bias is not None:
+        assert isinstance(stored.bias.encoded, Flat)
+        biases = stored.bias.encoded.in_shares(shares)
+    old = zip(rows, old_keys.in_shares(shares), old_values.in_shares(shares), biases, strict=True)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for row, keys, values, bias in old:
+        if keys.numel():
+            added = None if bias is None else bias.transpose(-1, -2).to(row.dtype)
+            parts.append(_flash_on_cpu(row, keys, values, attn_mask=added, scale=scale))
+        else:
+            parts.append((torch.zeros_like(row), row.new_full(row.shape[:3], -torch.inf)))
+    keys, values, hidden = tails(stored)
+    of_tails = grouped.view(len(query), -1, *grouped.shape[2:])
+    new = _flash_on_cpu(of_tails, keys, values, attn_mask=hidden, scale=scale)
+    # Parts of each segment along axis 1: its shares, then its tail.
+    old_outs, old_totals = zip(*parts, strict=True)
+    new_outs, new_totals = new[0].flatten(0, 1)[:, None], new[1].flatten(0, 1)[:, None]
+    outs = torch.cat([torch.cat(old_outs), new_outs], 1)
+    totals = torch.cat([torch.cat(old_totals), new_totals], 1)
+    return merged(outs, totals).view(*query.shape[:3], -1)
+
+
+def _even(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
+    """A step over segments of one length, raw or encoded, as batched products."""
+    grouped = (query * options["scale"]).reshape(len(stored.keys.gaps), -1, query.shape[-1])
+    joined = torch.cat(_products(grouped, stored.keys), -1)
+    if stored.bias is not None:
+        joined = joined + torch.cat(stored.bias.rectangles(), 1).transpose(1, 2)
+    weights = softmax(joined, None).to(query.dtype)
+    values = stored.values.rectangles()
+    of_old, *of_new = weights.split([piece.shape[1] for piece in values], -1)
+    mixed = of_old @ values[0]
+    for of_piece, piece in zip(of_new, values[1:], strict=True):
+        mixed = torch.baddbmm(mixed, of_piece, piece)
+    return mixed.view(*query.shape[:3], -1)
+
+
+def _products(query: Tensor, keys: PartView) -> list[Tensor]:
+    """Products `[R, G, ·]` of `query [R, G, D]` with keys of R segments of one length."""
+    if isinstance(keys.encoded, RotatedKeys) and keys.encoded.even:
+        return [keys.encoded.products(query), query @ keys.newest.transpose(1, 2)]
+    return [query @ piece.transpose(1, 2) for piece in keys.rectangles()]
+
+
+def _packed(
+    query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions
+) -> Tensor:
+    """A step over packed keys and values in one launch; they are not unpacked.
+
+    Entries whose key or value is still raw are few at any length: plain torch attends to them.
+    """
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
+    scale, softcap = options["scale"], options.get("softcap")
+    rows = query.reshape(len(stored.keys.gaps), -1, query.shape[-1])
+    old = kernels(query).attend_to_packed(rows, keys, values, scale, softcap)
+    new_keys, new_values, gaps = not_both_packed(stored.keys, keys, stored.values, values)
+    hidden = None
+    if any(gaps):
+        hidden = hidden_slots(gaps, new_keys.shape[1], torch.float32, query.device)[:, None]
+    new = attended(rows, new_keys, new_values, hidden, scale, softcap)
+    return joined(query, old, new, options.get("sink_logits"))
+
+
+def _per_token(
+    query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions
+) -> Tensor:
+    """A step over entries that were quantized one by one, of segments of any length.
+
+    Kernels read the codes, plain torch whole and newest entries.
+    """
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, RotatedKeys) and isinstance(values, TokenValues)
+    scale, softcap = options["scale"], options.get("softcap")
+    rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
+    old = kernels(query).attend_to_per_token(rows, keys, values, scale, softcap)
+    of_keys, of_values, hidden = _newest(stored)
+    if hidden is not None:
+        hidden = F.pad(hidden, (keys.whole.lengths[0], 0))
+    raw = keys.raw_before(of_keys), values.raw_before(of_values)
+    newest = attended(rows, *raw, hidden, scale, softcap)
+    return joined(query, old, newest, options.get("sink_logits"))
+
+
+def _newest(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tail keys and values `[B·H, n, D]`, and an additive mask if segments' lengths differ."""
+    if len(set(stored.keys.gaps)) == 1:
+        return stored.keys.newest, stored.values.newest, None
+    keys, values, hidden = tails(stored)
+    return (
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
+        None if hidden is None else hidden.flatten(0, 1),
+    )
+
+
+def _rows(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
+    """A step over raw segments on a GPU, with softcap and sink logits.
+
+    One launch of Triton, or of torch's `varlen_attn`, reads all but the tails.
+    """
+    scale, softcap = options["scale"], options.get("softcap")
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, Flat) and isinstance(values, Flat)
+    rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
+    if triton_available(query):
+        from kvfold.kernels.triton.ragged import attend_to_rows
+
+        out, total = attend_to_rows(
+            rows, keys.rows, values.rows, keys.starts, scale, softcap, splits=keys.splits
+        )
+    else:
+        longest = max(keys.lengths)
+        out, total = attend_to_rows_varlen(
+            rows, keys.rows, values.rows, keys.starts, longest, scale
+        )
+    tail = attended(rows.unflatten(0, (len(query), -1)), *tails(stored), scale, softcap)
+    newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
+    return joined(query, (out, total), newest, options.get("sink_logits"))
+
+
+def attend_to_rows_varlen(
+    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Torch's `varlen_attn`: output `[R, G, D]` and log-sum-exp `[R, G]`, float32, of R segments.
+
+    query `[R, G, D]`, keys and values `[n, D]` in half precision on a GPU, D a multiple of 8.
+    Segment i is the rows from `starts[i]` to `starts[i + 1] − 1`; starts `[R + 1]`, int32. The
+    longest segment has `longest` entries. An empty segment gives 0 and −inf.
+    """
+    segments = query.shape[0]
+    # To varlen_attn a segment is a sequence: one query with G heads, keys with one head.
+    one_each = torch.arange(segments + 1, dtype=starts.dtype, device=starts.device)
+    out, lse = varlen_attn(
+        query.contiguous(),
+        keys[:, None],
+        values[:, None],
+        one_each,
+        starts,
+        1,
+        longest,
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        enable_gqa=True,
+    )
+    # Torch documents a log-sum-exp [R, G] but returns [G, R], with +inf for empty segments.
+    empty = (starts.diff() == 0)[:, None]
+    return out.masked_fill(empty[..., None], 0.0), lse.T.masked_fill(empty, -float("inf"))
+
+
+PATHS: dict[SegmentPath, Callable[[Tensor, RaggedView, Tensor | None, LogitOptions], Tensor]] = {
+    "blocks": _blocks,
+    "each": _each,
+    "even": _even,
+    "packed": _packed,
+    "per token": _per_token,
+    "rows": _rows,
+}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from kvfold.kernels.native import operations
+from kvfold.kernels.native.library import operations_so_far
 from kvfold.measure.clock import synchronize
 
 SDPA_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -42,7 +42,7 @@ def measured(device: torch.device) -> Iterator[Cost]:
     """The cost of the block, known when it ends, after an exception too."""
     cost, counter = Cost(), None
     synchronize(device)
-    before, began = operations.so_far(), time.perf_counter()
+    before, began = operations_so_far(), time.perf_counter()
     try:
         if device.type != "cpu":
             yield cost
@@ -53,7 +53,7 @@ def measured(device: torch.device) -> Iterator[Cost]:
         synchronize(device)
         cost.seconds = time.perf_counter() - began
         if counter is not None:
-            cost.operations = counter.get_total_flops() + operations.so_far() - before
+            cost.operations = counter.get_total_flops() + operations_so_far() - before
 
 
 class ForwardCost:

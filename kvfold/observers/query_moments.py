@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import IllegalComposition
-from kvfold.kernels.mean_rotation import rotary_pairs
+from kvfold.kernels.mean_rotation import Rotate, rotary_pairs
 from kvfold.kernels.query_moments import QueryMoments, no_moments, query_moments
 from kvfold.kernels.views import Named
 from kvfold.observers.base import Layer, Need, Needs, Observer, Rows
 from kvfold.observers.call import AttentionCall
 from kvfold.observers.fitted import FileOfNumbers
-from kvfold.store.reindexed_sinks import Rotate
 
 BLOCK = 1024  # tokens whose queries are rotated back at once: more would take memory only
 # Moments in a file, by their fields, and the number of queries.

@@ -12,11 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvfold.kernels.mean_rotation import Rotate
 from kvfold.store.dense import DenseStore
 from kvfold.store.sequence import LogicalSequence
-
-# (keys [B, H, n, D], shift [B], [B, n] or [B, H, n]) → keys rotated forward by `shift` positions
-Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 class ReindexedSinks:

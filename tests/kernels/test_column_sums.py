@@ -22,7 +22,7 @@ def test_half_precision_sums_are_held_in_float32(kernel, groups):
     query, key, value = inputs(150, 150, groups, torch.bfloat16)
     wide = [x.double() for x in (query, key, value)]
     expected = reference.attend_with_column_sums(*wide, None, scale=SCALE)
-    out, sums = kernel.attend_with_column_sums(query, key, value, None, scale=SCALE)
+    out, sums, _ = kernel.attend_with_moments(query, key, value, None, scale=SCALE)
     assert (out.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.double(), expected[0], rtol=0.02, atol=0.02)
     torch.testing.assert_close(sums.double(), expected[1], rtol=0.02, atol=0.02)
@@ -34,7 +34,7 @@ def test_sums_add_up_to_the_queries(kernel, queries, stored):
     query, key, value = inputs(queries, stored)
     counted = torch.arange(queries).expand(2, -1) % 3 == 0
     for voters in (None, counted):
-        _, sums = kernel.attend_with_column_sums(
+        _, sums, _ = kernel.attend_with_moments(
             query, key, value, None, scale=SCALE, counted=voters
         )
         total = queries if voters is None else int(counted[0].sum())
@@ -47,7 +47,7 @@ def test_inputs_are_left_as_they_were(kernel):
     tensors = inputs(70, 80)
     mask = additive(random_mask(2, 1, 70, 80), torch.float64)
     before = [x.clone() for x in (*tensors, mask)]
-    kernel.attend_with_column_sums(*tensors, mask, scale=SCALE, softcap=1.0)
+    kernel.attend_with_moments(*tensors, mask, scale=SCALE, softcap=1.0)
     assert all(torch.equal(a, b) for a, b in zip((*tensors, mask), before, strict=True))
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.kernels.column_maxima import attend_with_column_maxima
-from kvfold.kernels.noted_part import NotedPart
+from kvfold.kernels.column_maxima import NotedPart, attend_with_column_maxima
 
 HEADS, SIZE, STORED, NEW = 2, 8, 300, 270  # three blocks of queries, 30 entries before them
 SCALE = 0.35

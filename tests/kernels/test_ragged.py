@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import kvfold
-from kvfold.kernels import dispatch, ragged, varlen
+from kvfold.kernels import dispatch, ragged
 from kvfold.kernels.native.library import library
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
-from kvfold.kernels.ragged import attend_to_segments
-from kvfold.kernels.segments.blocks import QUERIES
+from kvfold.kernels.ragged import QUERIES, attend_to_segments
 from kvfold.kernels.views import BLOCK, Encoded, Flat, PartView, RaggedView
 from tests.helpers.caches import same
 from tests.helpers.gpu_stand_ins import varlen_stand_in
@@ -351,7 +350,7 @@ def test_a_step_on_a_gpu_is_that_of_dense_entries(new, options, path, monkeypatc
         request.getfixturevalue("interpreted")
     else:
         monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: "varlen")
-        monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in)
+        monkeypatch.setattr(ragged, "varlen_attn", varlen_stand_in)
     query = noise(BATCH, HEADS * 4, 1, SIZE, seed=99, dtype=torch.float32)
     keys, values, segments = stored(OLD, new, torch.float32)
     got = attend_to_segments(query, segments, None, scale=SCALE, **given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvfold.kernels.reference import attend_with_column_sums
-from kvfold.kernels.static_dense import attend_to_buffers
+from kvfold.kernels.single_query import attend_to_buffers
 from kvfold.store.buffer import GrowingBuffer
 
 

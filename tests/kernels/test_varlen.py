@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from kvfold.kernels import varlen
+from kvfold.kernels import ragged
 from tests.helpers.gpu_inputs import (
     SCALE,
     assert_close,
@@ -27,12 +27,12 @@ GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
 @GROUPS
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:4]], ids=["seven", "four"])
 def test_segments_folded_into_torchs_sequences(groups, lengths, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in)
+    monkeypatch.setattr(ragged, "varlen_attn", varlen_stand_in)
     keys, values = (segments(lengths, 32, seed, torch.bfloat16) for seed in (100, 200))
     query = noise(len(lengths), groups, 32, seed=1, dtype=torch.bfloat16)
     rows = (torch.cat(part).cpu() for part in (keys, values))
     starts = starts_of(lengths, torch.int32).cpu()
-    out, lse = varlen.attend_to_rows_varlen(query.cpu(), *rows, starts, max(lengths), SCALE)
+    out, lse = ragged.attend_to_rows_varlen(query.cpu(), *rows, starts, max(lengths), SCALE)
     expected = attended(query, keys, values)
     assert_close(out, expected[0].cpu(), torch.bfloat16)
     assert_close(lse, expected[1].cpu())

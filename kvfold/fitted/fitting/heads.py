@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.fitted.fitting.queries import LayerRead, check_inputs, layers_read, noted
 from kvfold.fitted.of_model import Fit
 from kvfold.hf.arguments import checked_arguments
+from kvfold.kernels.mean_rotation import Rotate
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
-from kvfold.store.reindexed_sinks import Rotate
 
 LEAST_TEXTS = 2  # one for each half
 LENGTH = 500  # positions at which the mean query looks back

@@ -18,9 +18,8 @@ from kvfold.attention import handshake
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.generation.static.dense import StaticDense
 from kvfold.generation.static.evicting import StaticEvicting
-from kvfold.generation.static.layer import StaticLayer
+from kvfold.generation.static.layer import StaticDense, StaticLayer
 from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
 from kvfold.hf.forward_hooks import ToldOfForwards

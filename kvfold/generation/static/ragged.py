@@ -61,15 +61,8 @@ class StaticRagged(StaticLayer):
         assert self.newest is not None
         keys, values = self.newest
         self.newest = None
-        out: Tensor = _decode_segments(
-            self.number,
-            query,
-            keys,
-            values,
-            options["scale"],
-            options.get("softcap"),
-            options.get("sink_logits"),
-        )
+        scale, softcap, sinks = options["scale"], options.get("softcap"), options.get("sink_logits")
+        out: Tensor = _decode_segments(self.number, query, keys, values, scale, softcap, sinks)
         return out
 
     def step(self, call: AttentionCall) -> Tensor:

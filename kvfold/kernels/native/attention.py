@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.codebook import centroids
-from kvfold.kernels.native import operations
-from kvfold.kernels.native.library import call
+from kvfold.kernels.native.library import call, note_operations
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 
@@ -100,7 +99,7 @@ def _options(scale: float, softcap: float | None) -> tuple[float, float, int, in
 def _note(query: Tensor, value_size: int, lengths: Sequence[int]) -> None:
     """Notes the products with keys and with values of `query [R, G, D]`."""
     _, group, size = query.shape
-    operations.note(group * (size + value_size) * sum(lengths))
+    note_operations(group * (size + value_size) * sum(lengths))
 
 
 @lru_cache(maxsize=64)

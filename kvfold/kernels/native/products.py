@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.kernels.native import operations
-from kvfold.kernels.native.library import call, library
+from kvfold.kernels.native.library import call, library, note_operations
 
 MIDDLE, PEAK = 128, 127
 PANEL = 48  # rows of the matrix, as of products.cpp
@@ -68,5 +67,5 @@ class ByteMatrix:
             *(wide.T.contiguous(), self.panels, factor * self.scales, offsets, out),
             *(n, rows, fours, MIDDLE, torch.get_num_threads()),
         )
-        operations.note(n * rows * len(columns))
+        note_operations(n * rows * len(columns))
         return out

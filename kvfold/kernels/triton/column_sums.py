@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
-from kvfold.kernels.triton.softmax import LOG2_E, dot_dtype, logits_of
+from kvfold.kernels.triton.splits import LOG2_E, dot_dtype, logits_of
 
 KEYS = QUERIES = 64
 

@@ -16,8 +16,14 @@ from kvfold.kernels.codebook import centroids
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
-from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import Splits, launch_options
+from kvfold.kernels.triton.splits import (
+    Splits,
+    add_block,
+    dot_dtype,
+    launch_options,
+    logits_of,
+    store_part,
+)
 
 
 @on_its_device

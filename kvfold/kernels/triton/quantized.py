@@ -20,8 +20,14 @@ from torch import Tensor
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
-from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import Splits, launch_options
+from kvfold.kernels.triton.splits import (
+    Splits,
+    add_block,
+    dot_dtype,
+    launch_options,
+    logits_of,
+    store_part,
+)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.triton.device import on_its_device
-from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import Splits, launch_options
+from kvfold.kernels.triton.splits import (
+    Splits,
+    add_block,
+    dot_dtype,
+    launch_options,
+    logits_of,
+    store_part,
+)
 
 # Smallest number of rows in a tensor core's product
 ROWS = 16

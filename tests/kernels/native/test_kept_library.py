@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.kernels.native.kept_library import cache_folder, keep, read_kept
+from kvfold.kernels.native.library import cache_folder, keep, read_kept
 
 LIBRARY = bytes(range(256)) * 20
 
