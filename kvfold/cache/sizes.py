@@ -14,7 +14,8 @@ from kvfold.errors import BudgetError
 from kvfold.methods.base import Across
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
-from kvfold.methods.stages.select.forced import Forced, with_forced
+from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.select.top import with_forced
 from kvfold.store.encoding import BIAS_BYTES, EntrySize
 
 # A layer, its observation, and its entries per KV head, `[B]` or `[B, H]`

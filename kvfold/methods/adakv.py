@@ -3,12 +3,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.base import Heads, Method, Needs, Stages, register
+from kvfold.methods.base import Forced, Heads, LastQueries, Method, Needs, Stages, register, uniform
 from kvfold.methods.stages.allocate.heads import Rule, adaptive
-from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 
 @register(

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Measured, Method, Needs, Stages, register
+from kvfold.methods.base import Forced, LastQueries, Measured, Method, Needs, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.tolerance import fewest_within
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.score.output_error import change_alone, relative_change
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 
 @register(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Method` and `Stages`: a method is a frozen dataclass that names its stages.
+"""What a method's file imports: `Method`, `Stages`, and the words in which it names stages.
 
 Texts such as "a:x=1 + b" are parsed here, and methods written as texts.
 """
@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.method import Method as Method
+from kvfold.methods.method import as_text, check_options, from_text
 from kvfold.methods.method import called as called
-from kvfold.methods.option_values import as_text, check_options, from_text
+from kvfold.methods.observation import Observation as Observation
 from kvfold.methods.registry import plus_of, preset, registered, with_known_names
 from kvfold.methods.registry import register as register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.allocate.uniform import uniform as uniform
 from kvfold.methods.stages.base import Across as Across
 from kvfold.methods.stages.base import Heads as Heads
 from kvfold.methods.stages.base import Measured as Measured
@@ -26,8 +27,48 @@ from kvfold.methods.stages.base import Score as Score
 from kvfold.methods.stages.base import Select as Select
 from kvfold.methods.stages.base import Stages as Stages
 from kvfold.methods.stages.base import TokenPruning as TokenPruning
-from kvfold.methods.stages.when import AtEnd
+from kvfold.methods.stages.select.forced import Forced as Forced
+from kvfold.methods.stages.select.forced import Share as Share
+from kvfold.methods.stages.when import AtEnd as AtEnd
+from kvfold.methods.stages.when import Hold as Hold
+from kvfold.methods.stages.when import Once as Once
+from kvfold.methods.stages.when import Rounds as Rounds
+from kvfold.methods.stages.when import when_of as when_of
 from kvfold.observers.base import Needs as Needs
+from kvfold.observers.last_queries import LastQueries as LastQueries
+from kvfold.store.encoding import Encode
+
+
+@dataclass(frozen=True)
+class AddOn(Method):
+    """A method for compositions only; a subclass names one to go with, and what it `brings`."""
+
+    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str]  # a method that it goes with
+
+    def stages(self) -> Stages:
+        raise IllegalComposition(
+            f"{self} evicts nothing itself: compose it with a method that does, for example "
+            f'"{self.beside} + {self}"'
+        )
+
+
+@dataclass(frozen=True)
+class Encoder(Method):
+    """A method whose only stage is an encoding, which a subclass makes of its options."""
+
+    takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.encoding()  # it checks the options
+
+    def encoding(self) -> Encode:
+        """The encoding; raises KvfoldError for options out of range."""
+        raise NotImplementedError
+
+    def stages(self) -> Stages:
+        return Stages(encode=self.encoding())
 
 
 @dataclass(frozen=True)

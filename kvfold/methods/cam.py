@@ -2,13 +2,10 @@
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Forced, Hold, Method, Needs, Stages, register, uniform
 from kvfold.methods.stages.merge.base import MergeStages
 from kvfold.methods.stages.merge.value_spread import spread_values
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.when import Hold
 from kvfold.observers.column_sums import ColumnSums
 
 

@@ -5,12 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
-from kvfold.methods.stages.select.forced import Forced, with_forced
-from kvfold.methods.stages.select.top import top
-from kvfold.observers.last_queries import LastQueries
+from kvfold.methods.stages.select.top import top, with_forced
 
 
 @register(

@@ -3,8 +3,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Stages, register
+from kvfold.methods.base import AddOn, Stages, register
 from kvfold.methods.stages.select.blocks import best_of_chunks
 
 

@@ -5,11 +5,9 @@ from functools import partial
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.score.chunk_attention import non_causal_scores, standardized
 from kvfold.methods.stages.score.leverage import leverage_scores
-from kvfold.methods.stages.select.forced import Forced
 from kvfold.observers.chunk_sums import ChunkSumsNeed
 from kvfold.observers.stored import KeysBeforeRope
 

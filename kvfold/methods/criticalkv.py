@@ -5,13 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Select, Stages, register
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Select, Stages, register
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
-from kvfold.methods.stages.select.forced import Forced, with_forced
-from kvfold.methods.stages.select.top import highest, top
-from kvfold.observers.last_queries import LastQueries
+from kvfold.methods.stages.select.top import highest, top, with_forced
 from kvfold.observers.stored import OutputNorm, OutputNorms
 
 

@@ -6,9 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Observation
-from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.base import Forced, Method, Observation, Stages, register
 
 Leverage = Literal["kv_product", "kv_avg", "key", "value"]
 

@@ -4,12 +4,10 @@ from functools import partial
 from typing import Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Method, Needs, Stages, register
+from kvfold.methods.base import Across, Forced, Method, Needs, Share, Stages, register, when_of
 from kvfold.methods.stages.allocate import density
 from kvfold.methods.stages.merge.most_similar import Decide, Merging, Similarity, merging
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
-from kvfold.methods.stages.select.forced import Forced, Share
-from kvfold.methods.stages.when import when_of
 from kvfold.observers.column_sums import ColumnSums
 
 

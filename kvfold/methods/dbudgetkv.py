@@ -3,12 +3,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.base import Measured, Method, Needs, Stages, register
+from kvfold.methods.base import Forced, LastQueries, Measured, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.norm_cut import KEEP_LAYERS, VOTERS, Ranking, norm_cut
 from kvfold.methods.stages.score.observation_window import window_votes
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 
 @register(

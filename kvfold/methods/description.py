@@ -15,8 +15,8 @@ from typing import Any
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName
 from kvfold.methods.base import Across, Measured, Method, Stages, called, parse, parts_of
-from kvfold.methods.option_values import as_text as as_text
-from kvfold.methods.option_values import kinds_of
+from kvfold.methods.method import as_text as as_text
+from kvfold.methods.method import kinds_of
 from kvfold.methods.registry import list_methods, preset
 
 NOTHING = "nothing"

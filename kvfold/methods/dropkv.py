@@ -6,11 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.score.observation_window import check_window, pool
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 EPSILON = 1e-6  # added to 1 − p, which is 0 for an entry with all of a query's attention
 

@@ -5,16 +5,9 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
-from kvfold.methods.base import Across, Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.retrieval import (
-    RetrievalScores,
-    above,
-    above_quantile,
-    fitting,
-    retrieval_scores,
-)
+from kvfold.methods.base import Across, Forced, Method, Needs, Stages, register
+from kvfold.methods.stages.allocate import retrieval
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced
 from kvfold.observers.fitted import HeadNumbers
 
 WHOLE = "heads keep everything, or their first and last tokens"
@@ -69,15 +62,15 @@ class Duo(Method):
 
     def stages(self) -> Stages:
         window = self.sinks + self.recent
-        share = partial(fitting, window=window)
+        share = partial(retrieval.fitting, window=window)
         if self.threshold:
-            share = partial(above, window=window, threshold=self.threshold)
+            share = partial(retrieval.above, window=window, threshold=self.threshold)
         if self.sparsity:
-            share = partial(above_quantile, window=window, sparsity=self.sparsity)
+            share = partial(retrieval.above_quantile, window=window, sparsity=self.sparsity)
         return Stages(
-            needs=Needs(HeadNumbers(FittedFile(RetrievalScores, str(self.file)))),
+            needs=Needs(HeadNumbers(FittedFile(retrieval.RetrievalScores, str(self.file)))),
             score=recency,
-            allocate=Across(retrieval_scores, share, per_head=True, in_rounds=True),
+            allocate=Across(retrieval.retrieval_scores, share, per_head=True, in_rounds=True),
             forced=Forced(sinks=self.sinks),
             inexact=WHOLE if self.takes_budget else "",
         )

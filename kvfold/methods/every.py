@@ -3,8 +3,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Method, Stages, parse, register, with_part
+from kvfold.methods.base import AddOn, Method, Stages, parse, register, with_part
 from kvfold.methods.stages.when import Counting, Prompt, Rounds, Sizes
 
 

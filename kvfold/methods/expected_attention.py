@@ -6,10 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.allocate.heads import adaptive
-from kvfold.methods.stages.select.forced import Forced
 from kvfold.observers.query_moments import QueryMomentsNeed
 
 FARTHEST = 2**17  # positions, which are turned one by one

@@ -5,8 +5,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Stages, register
+from kvfold.methods.base import AddOn, Stages, register
 from kvfold.methods.stages.select.spans import best_of_spans
 
 

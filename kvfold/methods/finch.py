@@ -6,12 +6,9 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.select.blocks import best_of_chunks
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 Weight = Literal["visible", "before", "none"]
 

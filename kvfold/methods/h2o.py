@@ -3,11 +3,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Forced, Method, Needs, Share, Stages, register, uniform, when_of
 from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
-from kvfold.methods.stages.select.forced import Forced, Share
-from kvfold.methods.stages.when import when_of
 from kvfold.observers.column_sums import ColumnSums
 
 

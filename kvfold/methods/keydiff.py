@@ -5,8 +5,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Method, Observation, Stages, register
 
 
 @register(

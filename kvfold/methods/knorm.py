@@ -3,10 +3,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
+from torch import Tensor
+
+from kvfold.methods.base import Forced, Method, Observation, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform, uniform_with_skipped
-from kvfold.methods.stages.score.key_norm import negative_norm
-from kvfold.methods.stages.select.forced import Forced
 
 
 @register("knorm", paper="arXiv 2406.11430", formula="s[h, t] = −‖k[h, t]‖")
@@ -37,3 +37,9 @@ class KNorm(Method):
             allocate=allocate if skipped else uniform,
             forced=Forced(recent=self.protect_recent),
         )
+
+
+def negative_norm(observation: Observation) -> Tensor:
+    """Scores −‖k‖₂ `[B, H, T]`, float32: keys of low norm receive high attention."""
+    norms: Tensor = observation.keys.float().norm(dim=-1)
+    return -norms

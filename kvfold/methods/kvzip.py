@@ -5,9 +5,8 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName, named
-from kvfold.methods.base import Across, Method, Needs, Schedule, Stages, register
+from kvfold.methods.base import Across, Method, Needs, Schedule, Stages, register, uniform
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
-from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS, most_attention
 from kvfold.observers.reconstruction import ContextReconstruction
 from kvfold.observers.stored import OutputNorms

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.gather import take
-from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, Method, Observation, Stages, register
 from kvfold.methods.stages.select.blocks import best_of_blocks
-from kvfold.methods.stages.select.forced import Forced
 
 
 @register(

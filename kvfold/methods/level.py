@@ -2,8 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Stages, register
+from kvfold.methods.base import AddOn, Stages, register
 from kvfold.methods.stages.select.one_set import Rule
 
 

@@ -2,10 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Hold, Method, Stages, register, uniform
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.when import Hold
 
 
 @register("local_window", paper="", formula="kept = n − b … n − 1")

@@ -3,8 +3,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Needs, Stages, register
+from kvfold.methods.base import AddOn, Needs, Stages, register
 from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
 from kvfold.observers.references import ReferencesNeed
 

@@ -2,8 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Needs, Stages, register
+from kvfold.methods.base import AddOn, Needs, Stages, register
 from kvfold.methods.stages.merge.base import MergeStages
 from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 
-from kvfold.methods.base import register
-from kvfold.methods.encoder import Encoder
+from kvfold.methods.base import Encoder, register
 from kvfold.store.paired import Pairing
 
 

@@ -5,14 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.score.position import uniform_noise
-from kvfold.methods.stages.select.forced import Forced, with_forced
-from kvfold.methods.stages.select.top import highest, top
-from kvfold.observers.last_queries import LastQueries
+from kvfold.methods.stages.select.top import highest, top, with_forced
 
 
 @register(

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.kernels.gather import pick, take
-from kvfold.kernels.mean_rotation import mean_rotation
+from kvfold.kernels.mean_rotation import Rotate, mean_rotation
 from kvfold.kernels.query_moments import QueryMoments
 from kvfold.observers.base import Need, kind_of
 from kvfold.observers.fitted import EntryScorer
 from kvfold.observers.query_moments import QueryMomentsNeed
 from kvfold.observers.stored import KeysBeforeRope, OutputNorms
-from kvfold.store.reindexed_sinks import Rotate
 
 V = TypeVar("V")
 

@@ -3,11 +3,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.methods.base import Method, Needs, Stages, register
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.pyramid import pyramid, pyramid_official
 from kvfold.methods.stages.score.observation_window import Pooling, check_window, mean_votes
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 ROUNDED_STEP = "the released schedule rounds its step down, so that upper layers keep more"
 

@@ -3,8 +3,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Method, Needs, Stages, register, uniform
 from kvfold.methods.stages.score.filters import Filters
 from kvfold.methods.stages.score.learned import learned
 from kvfold.observers.fitted import EntryScorer

@@ -2,8 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Method, Stages, register, uniform
 from kvfold.methods.stages.score.position import uniform_noise
 
 

@@ -2,9 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Stages, register
-from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.base import AddOn, Forced, Stages, register
 
 
 @register("recent", formula="kept = the last tokens, and the best of the others within the budget")

@@ -2,8 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import Stages, register
+from kvfold.methods.base import AddOn, Stages, register
 
 
 @register("reindex", formula="position of a head's entry i of m = n − m + i,  when entries leave")

@@ -5,13 +5,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
 from kvfold.methods.stages.score.redundancy import redundancy, shares
-from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.when import AtEnd, Counting, Rounds
-from kvfold.observers.last_queries import LastQueries
 
 INTERVAL = 128  # generated tokens between evictions, as the paper has it
 

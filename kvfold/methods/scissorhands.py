@@ -4,12 +4,9 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Needs, Stages, register
+from kvfold.methods.base import Forced, LastQueries, Method, Needs, Stages, register, when_of
 from kvfold.methods.stages.score.observation_window import check_window
 from kvfold.methods.stages.score.recent_rows import lasting_attention, seldom_below_average
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.when import when_of
-from kvfold.observers.last_queries import LastQueries
 from kvfold.observers.stored import PreviousScores
 
 

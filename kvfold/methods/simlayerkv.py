@@ -4,10 +4,9 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, Measured, Method, Needs, Stages, register
+from kvfold.methods.base import Across, Forced, Measured, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate import lazy
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.when import AtEnd, Once
 from kvfold.observers.last_queries import LastQueries
 

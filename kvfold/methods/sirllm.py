@@ -5,11 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Forced, Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.allocate.rounding import ROUNDING
-from kvfold.methods.stages.select.forced import Forced, with_forced
-from kvfold.methods.stages.select.top import highest, top
+from kvfold.methods.stages.select.top import highest, top, with_forced
 from kvfold.observers.surprise import PromptTokens, SurpriseNeed
 
 

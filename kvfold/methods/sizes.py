@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from kvfold.errors import KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName
-from kvfold.methods.base import Across, Method, Needs, Stages, register
+from kvfold.methods.base import Across, Forced, LastQueries, Method, Needs, Stages, register
 from kvfold.methods.stages.allocate.parts import (
     LayerParts,
     PartsFile,
@@ -14,8 +14,6 @@ from kvfold.methods.stages.allocate.parts import (
     by_parts,
 )
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.observers.last_queries import LastQueries
 
 
 @register(

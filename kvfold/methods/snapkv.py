@@ -4,16 +4,13 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Forced, Method, Needs, Stages, register, uniform, when_of
 from kvfold.methods.stages.score.observation_window import (
     Pooling,
     candidate_votes,
     check_window,
     mean_votes,
 )
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.when import when_of
 from kvfold.observers.last_queries import LastQueries
 
 

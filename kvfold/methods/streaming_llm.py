@@ -2,11 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.base import Forced, Method, Stages, register, uniform, when_of
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.when import when_of
 
 
 @register(

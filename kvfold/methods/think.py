@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 
-from kvfold.methods.base import Needs, Stages, register
-from kvfold.methods.encoder import Encoder
-from kvfold.observers.last_queries import LastQueries
+from kvfold.methods.base import Encoder, LastQueries, Needs, Stages, register
 from kvfold.store.pruned import Pruning
 
 

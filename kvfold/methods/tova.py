@@ -3,12 +3,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.score.last_query import newest_row
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.when import Hold
-from kvfold.observers.last_queries import LastQueries
+from torch import Tensor
+
+from kvfold.kernels.single_query import mean_of_heads
+from kvfold.methods.base import Forced, Hold, LastQueries, Method, Needs, Stages, register, uniform
+from kvfold.methods.observation import Observation
 
 
 @register("tova", paper="arXiv 2401.06104", formula="s[t] = mean_q A[q, n − 1, t]")
@@ -38,3 +37,10 @@ class TOVA(Method):
             forced=Forced(recent=int(self.keep_last)),
             when=Hold(),
         )
+
+
+def newest_row(observation: Observation, per_head: bool) -> Tensor:
+    """Attention `[B, H, T]` of the last query: mean over all query heads, or over each group."""
+    heads = observation.keys.shape[1]
+    mean = mean_of_heads(observation.window_attention(1), heads if per_head else 1)
+    return mean.expand(-1, heads, -1)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
-from kvfold.methods.base import Method, Needs, Stages, register
-from kvfold.methods.observation import Observation
+from kvfold.methods.base import Method, Needs, Observation, Stages, register
 from kvfold.methods.stages.score.distant_queries import Centres, Over, distant_logits, standardized
 from kvfold.methods.stages.when import Prompt, Rounds
 from kvfold.observers.query_moments import QueryMomentsNeed

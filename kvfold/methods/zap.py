@@ -5,11 +5,9 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
-from kvfold.methods.base import Across, Method, Needs, Stages, register
+from kvfold.methods.base import Across, Forced, Method, Needs, Stages, register, uniform
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled
-from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.learned import Scorer, learned
-from kvfold.methods.stages.select.forced import Forced
 from kvfold.observers.fitted import EntryScorer
 from kvfold.observers.stored import KeysBeforeRope
 

@@ -3,13 +3,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from kvfold.errors import KvfoldError
 from kvfold.fitted.numbers import NO_FILE, FileName, FittedFile
-from kvfold.methods.base import Measured, Method, Needs, Stages, register
-from kvfold.methods.stages.allocate.above import above
+from kvfold.methods.base import Forced, Measured, Method, Needs, Rounds, Stages, register
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.learned import Scorer, learned
-from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.when import Rounds
 from kvfold.observers.fitted import EntryScorer
 from kvfold.observers.stored import KeysBeforeRope
 
@@ -65,3 +66,14 @@ class ZapThreshold(Method):
             forced=forced,
             when=Rounds(self.interval),
         )
+
+
+def above(observation: Observation, *, threshold: float, forced: Forced) -> Tensor:
+    """Entries `[B, H]` of each KV head that are forced or score at least `threshold`.
+
+    KVzap (arXiv 2601.07891), with the learned scores of the observation.
+    """
+    positions = observation.positions
+    none = torch.zeros(len(positions), dtype=torch.long, device=positions.device)
+    stays = forced.mask(positions, none) | (observation.learned_scores() >= threshold)
+    return (stays & (positions >= 0)).sum(-1)

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from kvfold.errors import IllegalComposition
-from kvfold.methods.add_on import AddOn
-from kvfold.methods.base import parse
+from kvfold.methods.base import AddOn, parse
 from kvfold.methods.registry import list_methods
 
 ADD_ONS = [name for name, cls in list_methods().items() if issubclass(cls, AddOn)]

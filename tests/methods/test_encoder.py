@@ -4,8 +4,7 @@
 import pytest
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import parse
-from kvfold.methods.encoder import Encoder
+from kvfold.methods.base import Encoder, parse
 from kvfold.methods.registry import list_methods
 
 ENCODERS = [name for name, cls in list_methods().items() if issubclass(cls, Encoder)]

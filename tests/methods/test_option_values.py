@@ -19,7 +19,7 @@ from kvfold import D2O, H2O, TOVA, Duo, KNorm, KvfoldError, KVzip, Method, SnapK
 from kvfold.fitted.numbers import FileName
 from kvfold.methods.base import Composition, spelled_out
 from kvfold.methods.description import files_of, shortest, without_files
-from kvfold.methods.option_values import as_text
+from kvfold.methods.method import as_text
 from kvfold.methods.registry import list_methods, listed
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.tokenizers import word_tokenizer

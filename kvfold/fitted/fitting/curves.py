@@ -21,7 +21,7 @@ from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.allocate.parts import Curve, proportional_within
-from kvfold.methods.stages.select.forced import with_forced
+from kvfold.methods.stages.select.top import with_forced
 from kvfold.methods.stages.when import Once
 
 LEAST_TEXTS = 2  # one to profile, one to report on

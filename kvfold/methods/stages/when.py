@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 from warnings import warn
 
 from kvfold.errors import IllegalComposition
-
-if TYPE_CHECKING:
-    pass
 
 Prompt = Literal["counted", "kept"]
 Sizes = Literal["fixed", "again"]

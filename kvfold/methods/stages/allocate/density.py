@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.errors import BudgetError
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.allocate.layers import named_layers
 from kvfold.methods.stages.allocate.rounding import ROUNDING, UNLIMITED, largest_remainder
+from kvfold.methods.stages.allocate.uniform import named_layers
 from kvfold.observers.column_sums import ColumnSums
 
 Norm = Literal["across_layers", "official", "none"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.allocate.layers import named_layers
+from kvfold.methods.stages.allocate.uniform import named_layers
 from kvfold.methods.stages.score.observation_window import window_votes
 
 Ranking = Literal["position", "attention"]

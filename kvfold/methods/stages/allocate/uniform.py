@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uniform allocation: the same size for every layer."""
+"""Uniform allocation: the same size for every layer, or for those that no option names."""
 
-from kvfold.errors import BudgetError
-from kvfold.methods.stages.allocate.layers import named_layers
+from collections.abc import Sequence
+
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.stages.allocate.rounding import largest_remainder
 
 
@@ -29,3 +30,17 @@ def uniform_with_skipped(
         )
     shared = iter(uniform(total - taken, seen, rest))
     return [seen if layer in whole else next(shared) for layer in range(layers)]
+
+
+def named_layers(named: Sequence[int], layers: int, option: str) -> set[int]:
+    """Indices from 0 of the layers that an `option` names, of all `layers`; −1 is the last.
+
+    Raises KvfoldError, naming the option, for a layer that there is not.
+    """
+    for layer in named:
+        if not -layers <= layer < layers:
+            raise KvfoldError(
+                f"{option} names layer {layer} of {layers} compressed layers: these are 0 to "
+                f"{layers - 1}, or from the last one on -1 to {-layers}"
+            )
+    return {layer % layers for layer in named}

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
-from kvfold.methods.stages.select.forced import with_forced
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.top import top, with_forced
 
 
 def best_of_blocks(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Stages
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.select.checked import check_head_sizes, check_slots, told
-from kvfold.methods.stages.select.forced import with_forced
-from kvfold.methods.stages.select.top import kept_mask, lowest, top
+from kvfold.methods.stages.select.top import kept_mask, lowest, top, with_forced
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def choose(
     if stages.heads is not None:
         open_ = scores.masked_fill(forced | (positions < 0), -torch.inf)
         shared = stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
-        check_head_sizes(stages, shared, needed.shape)
+        _check_head_sizes(stages, shared, needed.shape)
         counts = needed + shared
         if sizes is not None:
             counts = torch.where(sizes < 0, counts, sizes)
@@ -94,7 +93,7 @@ def _selected(
         forced, counts = forced & ~beside, counts - beside.sum(-1)
     counted = positions if beside is None else positions.masked_fill(beside, -1)
     chosen = stages.select(observation, scores, forced, counted, counts)
-    check_slots(stages, chosen, forced, counts)
+    _check_slots(stages, chosen, forced, counts)
     if beside is None:
         return chosen
     kept = beside | kept_mask(chosen, positions.shape[2])
@@ -193,6 +192,43 @@ def check_numbers(stages: Stages, scores: Tensor) -> None:
 
 def _refused(stages: Stages, wanted: tuple[int, ...], given: object) -> KvfoldError:
     return KvfoldError(
-        f"{stages.method} scores with {told(given)} where float32 {list(wanted)} is wanted: one "
+        f"{stages.method} scores with {_told(given)} where float32 {list(wanted)} is wanted: one "
         "number for each entry of each KV head, as in observation.keys"
     )
+
+
+def _check_slots(stages: Stages, slots: Tensor, forced: Tensor, counts: Tensor) -> None:
+    """Raises KvfoldError, naming the method, for a wrong selection `slots [B, H, K]`.
+
+    Slots are int64, ascend after holes of −1, hold all of `forced [B, H, T]`, and are no more than
+    `counts [B, H]`.
+    """
+    if not isinstance(slots, Tensor) or slots.dtype != torch.int64 or slots.dim() != 3:
+        raise KvfoldError(f"{stages.method} selects {_told(slots)} where int64 [B, H, K] is wanted")
+    stored, earlier, later = forced.shape[-1], slots[..., :-1], slots[..., 1:]
+    faults = {
+        "slots that do not ascend, −1 for holes first": (later <= earlier) & (later >= 0),
+        "holes behind slots": (later < 0) & (earlier >= 0),
+        f"slots outside of {stored} entries": (slots < -1) | (slots >= stored),
+        "not all forced entries": forced & ~kept_mask(slots.clamp(max=stored - 1), stored),
+        "more entries than counts": (slots >= 0).sum(-1) > counts,
+    }
+    found = torch.stack([wrong.any() for wrong in faults.values()]).tolist()  # waits for a GPU once
+    if any(found):
+        fault = [*faults][found.index(True)]
+        raise KvfoldError(f"{stages.method} selects {fault}")
+
+
+def _check_head_sizes(stages: Stages, sizes: Tensor, wanted: Sequence[int]) -> None:
+    """Raises KvfoldError, naming the method, unless sizes of heads are integers `[B, H]`."""
+    if not isinstance(sizes, Tensor) or sizes.shape != wanted or sizes.is_floating_point():
+        raise KvfoldError(
+            f"{stages.method} gives heads {_told(sizes)} where integers {list(wanted)} are wanted"
+        )
+
+
+def _told(given: object) -> str:
+    """What a stage gave, in words: dtype and shape of a tensor, else its type."""
+    if isinstance(given, Tensor):
+        return f"{given.dtype} {list(given.shape)}"
+    return f"a {type(given).__name__}"

@@ -83,8 +83,3 @@ class Forced:
 
 def _part(kept: int, share: Share) -> int:
     return int(kept * share.of_kept + ROUNDING)
-
-
-def with_forced(scores: Tensor, forced: Tensor, positions: Tensor) -> Tensor:
-    """Scores `[B, H, T]` with +∞ at forced entries and −∞ at padding."""
-    return torch.where(forced, torch.inf, scores).masked_fill(positions < 0, -torch.inf)

@@ -11,8 +11,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import largest_remainder
-from kvfold.methods.stages.select.forced import with_forced
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.top import top, with_forced
 
 
 def best_of_spans(

@@ -60,3 +60,8 @@ def lowest(scores: Tensor, first: int = 0) -> Tensor:
         return slots.where(least, -1).amax(-1, keepdim=True)
     last = first + scores.shape[-1] - 1
     return last - scores.flip(-1).argmin(-1, keepdim=True)
+
+
+def with_forced(scores: Tensor, forced: Tensor, positions: Tensor) -> Tensor:
+    """Scores `[B, H, T]` with +∞ at forced entries and −∞ at padding."""
+    return torch.where(forced, torch.inf, scores).masked_fill(positions < 0, -torch.inf)

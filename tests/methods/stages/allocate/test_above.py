@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kvfold.methods.stages.allocate.above import above
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.zap_threshold import above
 
 
 def test_golden_scores():

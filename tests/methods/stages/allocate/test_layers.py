@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.methods.stages.allocate.layers import named_layers
+from kvfold.methods.stages.allocate.uniform import named_layers
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])

@@ -14,8 +14,8 @@ from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.norm_cut import VOTERS, norm_cut
 from kvfold.methods.stages.score.observation_window import window_votes
 from kvfold.methods.stages.score.position import recency
-from kvfold.methods.stages.select.forced import Forced, with_forced
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.select.top import top, with_forced
 from tests.helpers.observations import alone, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])

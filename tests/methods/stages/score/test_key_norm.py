@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from kvfold.methods.knorm import negative_norm
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.score.key_norm import negative_norm
 from tests.helpers.observations import observe
 
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from kvfold.methods.stages.score.last_query import newest_row
+from kvfold.methods.tova import newest_row
 from tests.helpers.observations import alone, mean_of_groups, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])

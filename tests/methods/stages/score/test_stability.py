@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.score.stability import low_mean_unless_unstable
+from kvfold.methods.roco import low_mean_unless_unstable
 from kvfold.methods.stages.select.top import top
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from tests.helpers.observations import alone, mean_of_groups, naive_rows, observe

@@ -12,8 +12,8 @@ from kvfold.methods.base import Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.blocks import best_of_blocks
 from kvfold.methods.stages.select.choose import choose
-from kvfold.methods.stages.select.forced import Forced, with_forced
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.select.top import top, with_forced
 
 
 def test_a_select_stage_sees_what_counts_in_the_budget() -> None:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.methods.stages.select.forced import Forced, Share, with_forced
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.forced import Forced, Share
+from kvfold.methods.stages.select.top import top, with_forced
 
 
 def naive_mask(forced, positions, counts):
