@@ -64,12 +64,11 @@ def serve(
         from kvfold.hf.identity import vocabulary
         from kvfold.serve.process import listening
         from kvfold.serve.vllm.catalog import ContextCatalog
-        from kvfold.serve.vllm.compatibility import CompatibilityCheck
         from kvfold.serve.vllm.launch import VllmOptions
         from kvfold.serve.vllm.launch import serve as run
         from kvfold.serve.vllm.meta_model import MetaModel
         from kvfold.serve.vllm.per_layer.sizes import Parts, block_size
-        from kvfold.serve.vllm.placeholders import ServedFolder
+        from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
     options = None
     if method is not None:
         options = _compress_options(method, budget, level, parts is not None)

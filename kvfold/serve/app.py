@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 import torch
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,8 +22,8 @@ from kvfold.serve.engine import Engine
 from kvfold.serve.errors import GONE, HANDLERS, ApiError, invalid, out_of_memory
 from kvfold.serve.limits import RequestLimits
 from kvfold.serve.metrics import ServerMetrics
-from kvfold.serve.response_schemas import ErrorBody
-from kvfold.serve.routes import answers, contexts, sessions, status
+from kvfold.serve.response_schemas import ErrorBody, Health, ModelInfo, ModelList
+from kvfold.serve.routes import answers, stored
 
 VERBS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PATCH")
 LONGEST_PATH = 100  # characters in a message
@@ -49,13 +50,49 @@ def build(engine: Engine) -> FastAPI:
     )
     metrics = ServerMetrics(engine)
     app.include_router(answers.router(engine, metrics))
-    app.include_router(contexts.router(engine))
-    app.include_router(sessions.router(engine))
-    app.include_router(status.router(engine, metrics))
+    app.include_router(stored.contexts(engine))
+    app.include_router(stored.sessions(engine))
+    app.include_router(_status(engine, metrics))
     app.add_middleware(RequestLimits, settings=engine.settings, workers=engine.workers)
     app.add_middleware(CrossOrigin, allowed=engine.settings.origins)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app
+
+
+def _status(engine: Engine, metrics: ServerMetrics) -> APIRouter:
+    """Routes `/v1/models`, `/health`, `/ready` and `/metrics`."""
+    made = APIRouter()
+    model = ModelInfo(id=engine.name, created=int(time.time()), max_model_len=engine.max_length)
+
+    @made.get("/v1/models", response_model=ModelList)
+    def models() -> Any:
+        """The list of the one served model."""
+        return ModelList(data=[model])
+
+    @made.get("/v1/models/{name:path}", response_model=ModelInfo)
+    def one_model(name: str) -> Any:
+        """The served model, if it has this name."""
+        if name != engine.name:
+            raise ApiError(404, f"there is no model {name!r}", code="model_not_found")
+        return model
+
+    @made.get("/health", response_model=Health)
+    def health() -> Any:
+        """Liveness: the process runs."""
+        return Health(status="ok")
+
+    @made.get("/ready", response_model=Health)
+    def ready() -> Any:
+        """Readiness: 503 while the server stops."""
+        engine.workers.check_open()
+        return Health(status="ready")
+
+    @made.get("/metrics", response_class=Response)
+    def read_metrics() -> Any:
+        """Metrics in Prometheus' text format."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return made
 
 
 class RequestMetrics:

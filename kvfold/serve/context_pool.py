@@ -15,9 +15,8 @@ from kvfold.contexts.files.header import TextHeader
 from kvfold.contexts.files.write import save
 from kvfold.errors import CodecRefusal, KvfoldError, ScorerFileError
 from kvfold.serve.context_folder import ContextFolder
-from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.pool import Pool
-from kvfold.serve.stored import Stored
+from kvfold.serve.stored import PrefixKey, Stored
 
 TOKENS, TEXT = "tokens", "text"
 log = logging.getLogger(__name__)

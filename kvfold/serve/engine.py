@@ -27,23 +27,24 @@ from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.identity import check_identifiable
+from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import Content
-from kvfold.methods.base import parse
+from kvfold.methods.base import Across, Measured, Method, parse
 from kvfold.methods.layer_budgets import Given, layerwise
+from kvfold.methods.stages.allocate.parts import LayerParts
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
-from kvfold.serve.context_size import bytes_per_token, least_bytes
-from kvfold.serve.decoding import AnswerFinished
 from kvfold.serve.errors import ApiError, refusals
-from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.prompt_encoder import key_bytes, segments_of
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
-from kvfold.serve.served_model import ServedModel
+from kvfold.serve.served_model import AnswerFinished, ServedModel
 from kvfold.serve.sessions import Sessions
 from kvfold.serve.settings import ServerSettings
-from kvfold.serve.stored import Stored
+from kvfold.serve.stored import PrefixKey, Stored
 from kvfold.serve.worker_threads import WorkerThreads
 
+# Methods round sizes of layers and heads: so much of a budget is kept for certain.
+CERTAIN = 0.95
 Put = Callable[[Any], None]
 log = logging.getLogger(__name__)
 
@@ -210,20 +211,17 @@ class Engine(ServedModel):
 
         Raises ApiError for a text or method refused.
         """
+        settings = self.settings
         self.start_job(cancelled)
         self.contexts.check_new(request.id)
         with refusals():
-            frame = PromptFrame.of(
-                self.tokenizer,
-                request.system,
-                request.chat_template_kwargs,
-                self.settings.special_tokens,
-            )
+            system, template = request.system, request.chat_template_kwargs
+            frame = PromptFrame.of(self.tokenizer, system, template, settings.special_tokens)
             tokens = self.check_text(request.text, frame)
-            method = self.clients_method(request.method or self.settings.method)
+            method = self.clients_method(request.method or settings.method)
             budget: Given = request.budget
             if budget is None and method.takes_budget:
-                budget = self.settings.budget
+                budget = settings.budget
             method, budget = layerwise(method, budget)
             limit = None if budget is None else Budget.of(budget)
             self.contexts.check_size(least_bytes(method, limit, tokens, self.token_bytes))
@@ -234,14 +232,12 @@ class Engine(ServedModel):
                 method,
                 limit,
                 # A method that prunes tokens between layers reads its text in one forward.
-                prefill_chunk=None
-                if method.stages().token_pruning
-                else self.settings.prefill_chunk,
-                special_tokens=self.settings.special_tokens,
-                allow_longer=self.settings.allow_longer,
-                keep_scores=self.settings.shrink is not None and is_nested(method),
-                system=request.system,
-                template=request.chat_template_kwargs,
+                prefill_chunk=None if method.stages().token_pruning else settings.prefill_chunk,
+                special_tokens=settings.special_tokens,
+                allow_longer=settings.allow_longer,
+                keep_scores=settings.shrink is not None and is_nested(method),
+                system=system,
+                template=template,
             )
         self.check_wanted()
         # The template's opening as it was read: some tell the date.
@@ -260,3 +256,32 @@ class Engine(ServedModel):
             self.contexts.close()
         finally:
             self.sessions.held.close()
+
+
+@torch.no_grad()
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of one token in a full cache of all compressed layers, as a forward stores it."""
+    cache = CompressedCache(model, "full")
+    read_tokens(model, torch.zeros(1, 1, dtype=torch.long, device=model.device), cache, None)
+    return cache.stats().nbytes_full
+
+
+def least_bytes(method: Method, budget: Budget | None, tokens: int, per_token: int) -> int:
+    """Bytes that a context of `tokens` takes at least; 0 where its method alone decides.
+
+    Encoded entries are smaller than those of a full cache, by the method.
+    """
+    stages = method.stages()
+    if stages.encode is not None or stages.inexact or isinstance(stages.allocate, Measured):
+        return 0
+    # A layer with more than the text's tokens leaves none to others.
+    if isinstance(stages.allocate, Across) and isinstance(stages.allocate.parts, LayerParts):
+        return 0
+    full = tokens * per_token
+    if budget is None:
+        return full if stages.allocate is None and not stages.runs_own_forwards else 0
+    if budget.kind == "ratio":
+        kept = budget.amount * full
+    else:
+        kept = budget.amount * (per_token if budget.kind == "tokens" else 1)
+    return int(CERTAIN * min(full, kept))

@@ -16,14 +16,12 @@ from kvfold.serve.bodies import ValueCounter
 from kvfold.serve.cross_origin import is_allowed
 from kvfold.serve.errors import ApiError
 from kvfold.serve.settings import ServerSettings
-from kvfold.serve.worker_threads import WorkerThreads
+from kvfold.serve.worker_threads import RESERVATION, WorkerThreads
 
 # Paths for monitoring, which need no API key.
 OPEN = frozenset({"/health", "/ready", "/metrics"})
 # An upload is not parsed as JSON, so its values are not counted.
 FORM = b"multipart/form-data"
-# Key of the request's scope: its place in the queue, until its job takes it over.
-RESERVATION = "kvfold.reservation"
 
 
 class RequestLimits:

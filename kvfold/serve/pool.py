@@ -22,8 +22,7 @@ import torch
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.errors import ApiError
-from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
-from kvfold.serve.stored import Stored, Value, size_of
+from kvfold.serve.stored import PrefixIndex, PrefixKey, Stored, Value, size_of
 
 log = logging.getLogger(__name__)
 # Errors of a save; a write packs entries, and may run out of memory.

@@ -13,16 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
+from kvfold.hf import user_text
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame, check_same, conversation
 from kvfold.hf.template_arguments import check_spelled, json_arguments
-from kvfold.hf.user_text import (
-    content,
-    least_tokens,
-    longest_token,
-    own_tokens,
-    segment_ids,
-    segments,
-)
 from kvfold.serve.errors import ApiError, refusals
 from kvfold.serve.request_schemas import RequestMessage
 
@@ -53,15 +46,15 @@ class PromptEncoder:
 
     @cached_property
     def _longest(self) -> int | None:
-        return longest_token(self.tokenizer)
+        return user_text.longest_token(self.tokenizer)
 
     def client_text(self, text: str) -> str:
         """A client's text, marked so that its special tokens stay text unless allowed."""
-        return content(text, self.special_tokens)
+        return user_text.content(text, self.special_tokens)
 
     def split(self, *pieces: str) -> list[str]:
         """Segments of pieces of a prompt; clients' texts among them went through `client_text`."""
-        return segments(self.tokenizer, *pieces)
+        return user_text.segments(self.tokenizer, *pieces)
 
     def ids(self, parts: Sequence[str]) -> list[int]:
         """Token ids of segments, without a template.
@@ -69,12 +62,12 @@ class PromptEncoder:
         Raises ApiError for special tokens that cannot be kept as text, and for a text that is
         certainly longer than `most`.
         """
-        self.check_length(least_tokens(parts, self._longest), "at least ")
+        self.check_length(user_text.least_tokens(parts, self._longest), "at least ")
         if self.special_tokens:
             tokens: list[int] = self.tokenizer("".join(parts), add_special_tokens=False).input_ids
             return tokens
         with refusals(code="special_tokens"):
-            return segment_ids(self.tokenizer, self._while_wanted(parts))
+            return user_text.segment_ids(self.tokenizer, self._while_wanted(parts))
 
     def check_length(self, tokens: int, told: str = "") -> None:
         """Raises ApiError for more `tokens` than `most`; `told` precedes their number."""
@@ -132,7 +125,7 @@ class PromptEncoder:
                 earlier = frame.answered is not None and index < len(messages) - 1
                 after = frame.answered if earlier else frame.after
                 split.append(self.split(opening, text, after or ""))
-        least = least_tokens(chain.from_iterable(split), self._longest)
+        least = user_text.least_tokens(chain.from_iterable(split), self._longest)
         self.check_length(least, "at least ")
         ids = [self.ids(parts) for parts in split]
         if not ids[-1]:
@@ -196,7 +189,7 @@ class PromptEncoder:
         bos = self.tokenizer.bos_token
         if self.special_tokens and bos and prompt.startswith(bos):
             return self.ids([prompt])
-        before, after = own_tokens(self.tokenizer)
+        before, after = user_text.own_tokens(self.tokenizer)
         return [*before, *self.ids(self.split(self.client_text(prompt))), *after]
 
     def continuation(self, prompt: str | list[int]) -> list[int]:

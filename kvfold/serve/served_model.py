@@ -3,30 +3,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Event, local
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import AnswerStream, end_tokens
+from kvfold.contexts.answer import AnswerStream, end_tokens, generate_answer
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import generate
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.lookups import learned_positions
 from kvfold.hf.models import text_config, trained_length
 from kvfold.interruption import interrupt_by
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
-from kvfold.serve.decoding import AnswerFinished, AnswerStarted
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompt_encoder import PromptEncoder
-from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
-from kvfold.serve.sampling import SamplingParams
+from kvfold.serve.request_schemas import AnswerRequest, ChatRequest, CompletionRequest
+from kvfold.serve.response_schemas import Reason
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.worker_threads import stopping
+
+# Lowest temperature: dividing by less could overflow float32. At this one it is greedy already.
+COLDEST = 1e-6
+
+
+@dataclass(frozen=True)
+class AnswerStarted:
+    """First event of an answer: `prompt` tokens accepted, `cached` of them from a context."""
+
+    prompt: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class AnswerFinished:
+    """Last event of an answer: `tokens` generated, the finish reason, and the tokens of its text.
+
+    `said` may be fewer than were generated: a stop string is no part of an answer.
+    """
+
+    tokens: int
+    reason: Reason
+    said: Sequence[int]
 
 
 class ServedModel:
@@ -42,14 +74,9 @@ class ServedModel:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         self.max_length = _max_length(model, settings.allow_longer)
         limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
-        self.prompts = PromptEncoder(
-            tokenizer,
-            PromptFrame.of(tokenizer),
-            text_config(model).vocab_size,
-            settings.special_tokens,
-            min(limits, default=None),
-            self.check_wanted,
-        )
+        most, vocabulary = min(limits, default=None), text_config(model).vocab_size
+        frame, special = PromptFrame.of(tokenizer), settings.special_tokens
+        self.prompts = PromptEncoder(tokenizer, frame, vocabulary, special, most, self.check_wanted)
         self.allowed_methods = (
             None
             if settings.methods is None
@@ -95,22 +122,15 @@ class ServedModel:
         put(AnswerStarted(len(ids), cached))
         asked = torch.tensor([ids], device=self.model.device)
         said = AnswerStream(self.tokenizer, len(ids), sampling.stop, put, cancelled)
-        out = generate(
-            self.model,
-            asked,
-            cache=cache,
-            attention_mask=torch.ones_like(asked),
-            prefill_chunk=self.settings.prefill_chunk,
-            allow_longer=True,  # checked by the engine
-            do_sample=False,
-            max_new_tokens=most,
-            logits_processor=sampling.processors(asked.device),
-            stopping_criteria=[said],
-        )
-        tokens: list[int] = out[0, len(ids) :].tolist()
+        options = {
+            "prefill_chunk": self.settings.prefill_chunk,
+            "max_new_tokens": most,
+            "logits_processor": sampling.processors(asked.device),
+        }
+        tokens = generate_answer(self.model, cache, asked, said, options)
         kept = said.finish(tokens)
-        ended = said.stopped or (tokens and tokens[-1] in end_tokens(self.model))
-        return AnswerFinished(len(tokens), "stop" if ended else "length", kept)
+        ended = said.reply(tokens, end_tokens(self.model)).ended
+        return AnswerFinished(len(tokens), "length" if ended == "limit" else "stop", kept)
 
     def check_text(self, text: str, frame: PromptFrame | None = None) -> int:
         """The tokens of a text in a template's opening; raises ApiError for none, or too many."""
@@ -169,3 +189,69 @@ def _names(*methods: str | Method) -> frozenset[str]:
     """Names of methods; of a composition, those of its parts; of a preset, its method's name."""
     parsed = [parse(method) for method in methods]
     return frozenset(part.name for method in parsed for part in parts_of(method))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of an answer, and the strings that end it.
+
+    The repetition penalty sees all tokens of the prompt, those of a compressed context included.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(cls, request: AnswerRequest) -> SamplingParams:
+        """A request's parameters, with OpenAI's defaults for those not given."""
+        return cls(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(0, request.top_k or 0),
+            min_p=request.min_p or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            seed=request.seed,
+            stop=request.stops,
+        )
+
+    def processors(self, device: torch.device) -> list[LogitsProcessor]:
+        """Logits processors that make greedy generation sample, in the order of transformers.
+
+        At temperature 0 only the repetition penalty, if any.
+        """
+        chain: list[LogitsProcessor] = []
+        if self.repetition_penalty != 1:
+            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature == 0:
+            return chain
+        chain.append(TemperatureLogitsWarper(max(self.temperature, COLDEST)))
+        if self.top_k:
+            chain.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            chain.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            chain.append(MinPLogitsWarper(self.min_p))
+        generator = torch.Generator(device)
+        generator.seed() if self.seed is None else generator.manual_seed(self.seed)
+        return [*chain, TokenSampler(generator)]
+
+
+class TokenSampler(LogitsProcessor):
+    """Logits processor that samples a token and masks all others.
+
+    `do_sample` draws from torch's global generator, which all threads share: a request's seed would
+    not fix its answer while others run.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`scores [B, V]` → 0 for the token that was drawn, −inf for all others."""
+        drawn = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        return torch.full_like(scores, float("-inf")).scatter_(1, drawn, 0.0)

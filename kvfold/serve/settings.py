@@ -19,6 +19,12 @@ from kvfold.serve.cross_origin import ANY
 # As browsers send it: a scheme, a host in lower case, a port if it is not the scheme's.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 
+# Settings that are at least 1
+POSITIVE = (
+    "memory", "session_memory", "session_budget", "contexts", "workers", "body", "values",
+    "answer_tokens", "connections",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -86,17 +92,7 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory",
-            "session_memory",
-            "session_budget",
-            "contexts",
-            "workers",
-            "body",
-            "values",
-            "answer_tokens",
-            "connections",
-        ):
+        for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise KvfoldError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.shrink is not None:

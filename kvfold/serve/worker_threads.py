@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker threads, and a bounded queue of requests before them."""
+"""Worker threads, a bounded queue before them, and jobs that end where their client hangs up."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event, Lock
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
 
 from kvfold.serve.errors import ApiError
 
+Result = TypeVar("Result")
+
+# Key of the scope of a request: its place in the queue, until its job takes it over.
+RESERVATION = "kvfold.reservation"
 # Weight of the newest duration in the moving mean.
 NEWEST = 0.2
 
@@ -128,26 +134,36 @@ class Reservation:
         self._taken = False
 
 
-class WorkerJob:
-    """Work in a worker thread whose events the creating event loop awaits one by one.
+class RequestJob:
+    """Work of a request in a worker thread, whose events the creating event loop awaits one by one.
 
-    `work(put, cancelled)` puts events, and checks the flag `cancelled`. Its return value is the
-    last event; its exception is raised by `next`. Raises ApiError if the server is stopping.
+    `work(put, cancelled)` puts events, and checks the flag `cancelled`, which is set if the client
+    disconnects first. Its return value is the last event; its exception is raised by `next`. Raises
+    ApiError if the server is stopping.
     """
 
     def __init__(
         self,
+        request: Request,
         workers: WorkerThreads,
         work: Callable[[Callable[[Any], None], Event], Any],
-        reservation: Reservation,
     ) -> None:
+        self.request = request
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = Event()
         self._future = workers.submit(
-            lambda: work(self._put, self.cancelled), self.cancelled, reservation
+            lambda: work(self._put, self.cancelled), self.cancelled, request.scope[RESERVATION]
         )
         self._future.add_done_callback(self._ended)
+
+    async def result(self, coming: Coroutine[Any, Any, Result] | None = None) -> Result:
+        """The next event, or the result of awaiting `coming`; closes the job where that fails."""
+        try:
+            return await unless_gone(self.request, coming or self.next())
+        except BaseException:
+            self.close()
+            raise
 
     async def next(self) -> Any:
         """The next event; raises what the work raised."""
@@ -161,6 +177,10 @@ class WorkerJob:
         self.cancelled.set()
         self._future.cancel()
 
+    async def aclose(self) -> None:
+        """As `close`, for the end of a stream of its events."""
+        self.close()
+
     def _put(self, event: Any) -> None:
         # The loop may be closed before the thread ends.
         with suppress(RuntimeError):
@@ -171,6 +191,25 @@ class WorkerJob:
             self._put(stopping())
         else:
             self._put(future.exception() or future.result())
+
+
+async def unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) -> Result:
+    """The result of awaiting `coming`; cancels it and raises ClientDisconnect on a disconnect."""
+    waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise ClientDisconnect
+        return waiting.result()
+    finally:
+        waiting.cancel()
+        gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    """Waits until the client has disconnected; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def stopping() -> ApiError:

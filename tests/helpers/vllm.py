@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold.contexts.files.format import opened, read_header
-from kvfold.serve.vllm.equalize import EntryCounts
-from kvfold.serve.vllm.export import pages
+from kvfold.serve.vllm.export import EntryCounts, pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
 from kvfold.serve.vllm.request import CONTEXT, ContextPrompt

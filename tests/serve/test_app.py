@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.serve.decoding import StrippedText
+from kvfold.serve.routes.answers import StrippedText
 from tests.helpers.chats import QUESTIONS, chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION
 from tests.helpers.serving import NAME, Running, alone_until, running, until

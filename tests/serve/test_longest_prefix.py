@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.serve.context_pool import TEXT, TOKENS, token_bytes
-from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
+from kvfold.serve.stored import PrefixIndex, PrefixKey
 
 BYTES = st.binary(max_size=4).map(lambda data: bytes(b % 2 for b in data))
 

@@ -55,7 +55,7 @@ def test_a_seed_fixes_an_answer_whatever_else_is_answered(server, context, alone
 
 
 def test_tokens_are_drawn_by_their_probability():
-    from kvfold.serve.sampling import TokenSampler
+    from kvfold.serve.served_model import TokenSampler
 
     draw = TokenSampler(torch.Generator().manual_seed(0))
     share = torch.tensor([0.1, 0.6, 0.3])

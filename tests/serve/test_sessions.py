@@ -15,7 +15,7 @@ import torch
 import kvfold
 from kvfold.cache.state import LayerState
 from kvfold.contexts.session import Message
-from kvfold.serve.session_pool import SessionPool
+from kvfold.serve.sessions import SessionPool
 from kvfold.serve.stored import size_of
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.serving import NAME, Running, assert_clean, braked, running, until

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.requests import Request
 
-from kvfold.serve.worker_threads import Reservation, WorkerJob, WorkerThreads
+from kvfold.serve.worker_threads import RESERVATION, RequestJob, Reservation, WorkerThreads
 
 
 def test_a_failed_job_keeps_no_tensor_until_gc_comes() -> None:
@@ -29,7 +30,8 @@ def test_a_failed_job_keeps_no_tensor_until_gc_comes() -> None:
         workers = WorkerThreads(1, 1)
         workers.reserved = 1
         with pytest.raises(RuntimeError, match="out of memory"):
-            await WorkerJob(workers, fails, Reservation(workers)).next()
+            request = Request({"type": "http", RESERVATION: Reservation(workers)})
+            await RequestJob(request, workers, fails).next()
         workers.close()
 
     gc.disable()

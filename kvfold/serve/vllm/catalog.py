@@ -9,17 +9,20 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.contexts.files.damage import told_as_damage
-from kvfold.contexts.files.format import opened
+from kvfold.contexts.files.format import opened, told_as_damage
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.identity import vocabulary
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompt_encoder import PromptEncoder
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
-from kvfold.serve.vllm.equalize import UnevenContext
-from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder, UnknownContext
+from kvfold.serve.vllm.export import UnevenContext
+from kvfold.serve.vllm.placeholders import (
+    CompatibilityCheck,
+    ServedContext,
+    ServedFolder,
+    UnknownContext,
+)
 from kvfold.serve.vllm.request import ContextPrompt, check_vocabulary
 
 

@@ -16,11 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
-from kvfold.serve.vllm.config_checks import check_engine
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import ServedFolder
-from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep, SchedulerSide, logger
+from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
+from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep, SchedulerSide, check_engine, logger
 from kvfold.serve.vllm.versions import check_version
 from kvfold.serve.vllm.worker import WorkerSide
 

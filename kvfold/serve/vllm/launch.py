@@ -24,11 +24,10 @@ from kvfold.errors import KvfoldError
 from kvfold.serve.connections import limited
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.vllm.arrivals import Arrivals
-from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.per_layer.plugin import CONNECTOR
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
-from kvfold.serve.vllm.proxy import Proxy, build
+from kvfold.serve.vllm.proxy import Proxy, ProxyAuth, build
 
 LOCAL = "127.0.0.1"
 # Seconds: between checks of a starting child, and for a child to end.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placeholders of a context in a prompt of vLLM: one token per kept entry, and a cache salt."""
+"""Contexts in prompts of vLLM: a placeholder per kept entry, a cache salt, and what must fit."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 
-from kvfold.contexts.files.damage import told_as_damage
-from kvfold.contexts.files.format import ContextFile, opened
+from kvfold.contexts.files.coding import basis_of
+from kvfold.contexts.files.format import ContextFile, opened, told_as_damage
 from kvfold.contexts.files.header import Header, LevelHeader
-from kvfold.errors import KvfoldError
+from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import digest
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.request_schemas import CONTEXT_ID
-from kvfold.serve.vllm.equalize import EntryCounts, UnevenContext, voted, votes
-from kvfold.serve.vllm.export import check_plain
+from kvfold.serve.vllm.export import EntryCounts, UnevenContext, check_plain, voted, votes
+from kvfold.serve.vllm.meta_model import MetaModel
 
 # Prefix of every context's salt.
 PREFIX = "kvfold:"
@@ -152,3 +153,28 @@ class ServedFolder:
                 f"{problem}; make one set of tokens of them: "
                 f"kvfold compress MODEL {path} --level mass --out {levelled}"
             ) from None
+
+
+class CompatibilityCheck:
+    """Compares contexts with the model of `meta_model`, served in `dtype` ("bfloat16").
+
+    Each version of a file is compared once.
+    """
+
+    def __init__(self, served_folder: ServedFolder, meta_model: MetaModel, dtype: str) -> None:
+        self.served_folder, self.meta_model, self.dtype = served_folder, meta_model, dtype
+        self._fits: WeakSet[ServedContext] = WeakSet()
+
+    def check(self, served: ServedContext) -> None:
+        """Raises ContextFileError for a context of another model, RoPE, dtype or basis."""
+        if served in self._fits:
+            return
+        with opened(self.served_folder.path(served.id)) as file, told_as_damage(file):
+            if file.header.dtype != self.dtype:
+                raise ContextFileError(
+                    f"{file.path} holds {file.header.dtype}, and vLLM computes in {self.dtype}: "
+                    f"serve with --dtype {file.header.dtype}, or compress the document again"
+                )
+            self.meta_model.check(file)
+            basis_of(file)
+        self._fits.add(served)

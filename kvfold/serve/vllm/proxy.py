@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvfold.serve.errors import HANDLERS, ApiError, invalid
 from kvfold.serve.events import AT_ONCE, EVENTS, ClosedStream
+from kvfold.serve.limits import OPEN, check_client, counted
 from kvfold.serve.request_schemas import (
     SESSION,
     AnswerRequest,
@@ -24,12 +26,12 @@ from kvfold.serve.request_schemas import (
     CompletionRequest,
     ContextRequest,
 )
-from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.settings import ServerSettings
 from kvfold.serve.vllm.arrivals import Arrivals
-from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.chat_completions import chunks, message
 from kvfold.serve.vllm.request import ContextPrompt
+from kvfold.serve.worker_threads import unless_gone
 
 VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 # Headers of one connection, which are not forwarded.
@@ -39,6 +41,33 @@ SAMPLING = (
     "stream", "user",
 )  # fmt: skip
 A = TypeVar("A", bound=AnswerRequest)
+
+
+@dataclass(frozen=True)
+class ProxyAuth:
+    """API key, if one is set, and limits of bodies: `body` bytes, `values` JSON values.
+
+    A body must be complete within `timeout` seconds. Paths for monitoring need no key.
+    """
+
+    api_key: str | None
+    body: int
+    values: int = ServerSettings.values
+    timeout: float = ServerSettings.client_timeout
+
+    def check(self, request: Request) -> None:
+        """Raises ApiError for a request without the key, unless its path is for monitoring."""
+        if request.scope["path"] not in OPEN:
+            check_client(dict(request.headers.raw), request.scope.get("server"), self.api_key)
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request.
+
+        Raises ApiError without the key, and for too large or slow a body.
+        """
+        self.check(request)
+        piece = counted(request.receive, self.body, self.values, self.timeout)
+        return await Request(request.scope, piece).body()
 
 
 class Proxy:

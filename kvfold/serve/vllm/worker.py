@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from kvfold.contexts.files.damage import told_as_damage
-from kvfold.contexts.files.format import opened
+from kvfold.contexts.files.format import opened, told_as_damage
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.export import LayerPages, pages
 from kvfold.serve.vllm.meta_model import MetaModel

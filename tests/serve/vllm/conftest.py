@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 import kvfold
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import ServedFolder
+from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
 from kvfold.serve.vllm.scheduler import SchedulerSide
 from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.tokenizers import word_tokenizer

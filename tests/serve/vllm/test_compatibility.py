@@ -9,9 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvfold import ContextFileError, UnsupportedModel
-from kvfold.serve.vllm.checkpoint import INDEX, SINGLE
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
-from kvfold.serve.vllm.meta_model import MetaModel
+from kvfold.serve.vllm.meta_model import INDEX, SINGLE, MetaModel
+from kvfold.serve.vllm.placeholders import CompatibilityCheck
 from tests.helpers.contexts import new_model
 from tests.helpers.vllm import ROPES
 

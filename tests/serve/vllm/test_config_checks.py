@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.serve.vllm.config_checks import check_engine
+from kvfold.serve.vllm.scheduler import check_engine
 from tests.helpers.vllm import engine
 
 

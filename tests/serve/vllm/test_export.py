@@ -16,11 +16,9 @@ import kvfold
 from kvfold import ContextFileError, KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import opened, read_header
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
-from kvfold.serve.vllm.equalize import EntryCounts, UnevenContext
-from kvfold.serve.vllm.export import pages
+from kvfold.serve.vllm.export import EntryCounts, UnevenContext, pages
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
+from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedContext, ServedFolder
 from tests.helpers.contexts import DOCUMENT, KIVI, new_model
 from tests.helpers.vllm import ROPES, filled
 

@@ -18,14 +18,12 @@ from kvfold.cli.serve_vllm import serve
 from kvfold.jobs.compress import CompressOptions, worker_spec
 from kvfold.jobs.executor import here
 from kvfold.serve.vllm.arrivals import Arrivals
-from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.launch import VllmOptions, started
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.per_layer.sizes import Parts
-from kvfold.serve.vllm.placeholders import ServedFolder
-from kvfold.serve.vllm.proxy import Proxy, build
+from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
+from kvfold.serve.vllm.proxy import Proxy, ProxyAuth, build
 from tests.helpers.chats import chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, KIVI, new_model
 from tests.helpers.tokenizers import word_tokenizer

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.serve.vllm.config_checks import context_of
 from kvfold.serve.vllm.request import ContextPrompt
+from kvfold.serve.vllm.scheduler import context_of
 from tests.helpers.vllm import WRONG, request_for
 
 

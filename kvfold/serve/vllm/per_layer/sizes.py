@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from kvfold.contexts.files.header import Header
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.equalize import EntryCounts
+from kvfold.serve.vllm.export import EntryCounts
 
 # Environment variable with the parts of all layers, as in "1,1,0.5,0.25".
 VARIABLE = "KVFOLD_VLLM_PARTS"

@@ -9,10 +9,9 @@ import pytest
 
 from kvfold import KvfoldError
 from kvfold.contexts.files.format import read_header
-from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import Parts, block_size, skipped
-from kvfold.serve.vllm.placeholders import ServedFolder
+from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
 from tests.helpers.vllm import BLOCK, Layer, header_keeping, request_for, worker_side_of
 
 
