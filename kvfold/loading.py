@@ -97,7 +97,7 @@ def load(
     check_reachable(name, how.revision)
     if how.adapter is not None:
         check_reachable(how.adapter)
-    from kvfold.hf.parallel import parallel_options
+    from kvfold.hf.versions import parallel_options
 
     shared = parallel_options() if among_ranks else {}
     if shared and (how.device or how.device_map):

@@ -29,12 +29,11 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.fitted.fits import Fits
 from kvfold.fitted.sources import with_parts
 from kvfold.hf.arguments import checked_arguments as checked_arguments
-from kvfold.hf.attention import disable, enable, is_enabled
+from kvfold.hf.attention import check_prompts, disable, enable, is_enabled
 from kvfold.hf.decoder_layers import check_structure
 from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
-from kvfold.hf.prompts import check_prompts
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import has_recurrent, is_compressible, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM

@@ -77,14 +77,9 @@ def generate_answer(
     """
     criteria = [*(options.get("stopping_criteria") or []), answer]
     own = {"stopping_criteria": criteria, "return_dict_in_generate": False}
-    out = generate(
-        model,
-        asked,
-        cache=cache,
-        attention_mask=torch.ones_like(asked),
-        allow_longer=True,  # checked when the turn was made
-        **({"do_sample": False} | options | own),
-    )
+    own |= {"allow_longer": True}  # checked when the turn was made
+    given = {"do_sample": False} | options | own
+    out = generate(model, asked, cache=cache, attention_mask=torch.ones_like(asked), **given)
     tokens: list[int] = out[0, asked.shape[1] :].tolist()
     return tokens
 

@@ -55,14 +55,9 @@ def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Docume
     read_turn(context.model, made, context.ids, chunk=prefill_chunk)
     asked = Chat(context).question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)
-    own = [count for layer in cache.stats().kept for count in layer[0]]
-    header = LevelHeader(
-        rule=rule,
-        own=sum(own) / len(own),
-        tokens=made.stats().kept[0][0][0],
-        kl=kl,
-        measured=tokens,
-    )
+    counts = [count for layer in cache.stats().kept for count in layer[0]]
+    own, one = sum(counts) / len(counts), made.stats().kept[0][0][0]
+    header = LevelHeader(rule=rule, own=own, tokens=one, kl=kl, measured=tokens)
     return replace(context, cache=made, level=header)
 
 

@@ -96,20 +96,14 @@ def _read_ahead(request: Request) -> None:
 
 def _decode(request: Request) -> Any:
     """`model.generate` for the rest of the prompt and the new tokens."""
-    cache, options = request.cache, request.options
-    noting = IdsRead(cache, request.input_ids.shape[1], request.settings)
+    cache, options, ids = request.cache, request.options, request.input_ids
+    noting = IdsRead(cache, ids.shape[1], request.settings)
     processors = [noting, *(options.get("logits_processor") or [])]
-    options = options | {"logits_processor": processors}
+    options = options | {"logits_processor": processors, CACHE: cache}
     generate = partial(decode_compiled, request.new) if request.how.compile else stock_generate
     cache.take(cannot_be_dropped=True)
     try:
-        return generate(
-            request.model,
-            input_ids=request.input_ids,
-            attention_mask=request.mask,
-            **{CACHE: cache},
-            **options,
-        )
+        return generate(request.model, input_ids=ids, attention_mask=request.mask, **options)
     except ValueError as error:
         if not request.features:
             raise

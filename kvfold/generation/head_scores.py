@@ -17,14 +17,9 @@ from kvfold.reading import stable_path
 
 # Errors of safetensors and torch for files that they cannot read, or with other contents
 UNREADABLE = (
-    OSError,
-    SafetensorError,
-    ValueError,
-    RuntimeError,
-    AttributeError,
-    EOFError,
+    OSError, SafetensorError, ValueError, RuntimeError, AttributeError, EOFError,
     pickle.UnpicklingError,
-)
+)  # fmt: skip
 
 
 def give_head_scores(cache: CompressedCache, file: str) -> None:

@@ -13,13 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.generation.pieces import (
-    behind_switch,
-    check_per_chunk,
-    forwards_of,
-    piece_ends,
-    piece_of,
-)
+from kvfold.generation import pieces
 from kvfold.generation.readers.layerwise import read_layerwise
 from kvfold.generation.readers.plain import read_plainly
 from kvfold.generation.readers.reconstruct import read_and_reconstruct
@@ -72,7 +66,7 @@ def read_on(
     chunk: int | None = None,
 ) -> None:
     """As `read_turn`, inside a `reading()` block that ends the prefill later."""
-    reader_of(cache)(model, cache, input_ids, mask, piece_of(chunk, input_ids.shape[1]))
+    reader_of(cache)(model, cache, input_ids, mask, pieces.piece_of(chunk, input_ids.shape[1]))
 
 
 def read_per_chunk(
@@ -103,8 +97,8 @@ def piece_turns(
 
     Raises KvfoldError if one cannot be read, and as `check_per_chunk`.
     """
-    chunk = check_per_chunk(cache.method, chunk)
-    ends = behind_switch(cache, start, stop, piece_ends(start, stop, chunk))
+    chunk = pieces.check_per_chunk(cache.method, chunk)
+    ends = pieces.behind_switch(cache, start, stop, pieces.piece_ends(start, stop, chunk))
     for begin, end in pairwise([start, *ends]):
-        forwards_of(model, cache, mask, begin, end, chunk)
+        pieces.forwards_of(model, cache, mask, begin, end, chunk)
     return ends

@@ -11,24 +11,9 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
+from kvfold.generation import inputs, pieces
 from kvfold.generation.assisted import ASSISTED, check_assistable
-from kvfold.generation.inputs import (
-    check_given,
-    check_read_ahead,
-    check_settings,
-    check_windows,
-    later_features,
-    leading_padding,
-)
 from kvfold.generation.length import check_prompt
-from kvfold.generation.pieces import (
-    before_padding,
-    check_padding,
-    check_per_chunk,
-    forwards_of,
-    piece_ends,
-    piece_of,
-)
 from kvfold.generation.readers.layerwise import check_whole
 from kvfold.generation.reading import piece_turns
 from kvfold.generation.resume import Resumption, Reuse, past_switch, resumption
@@ -90,18 +75,18 @@ class Request:
         options: dict[str, Any],
     ) -> Request:
         """The request of a call; raises as `generate` does."""
-        check_given(input_ids, cache, mask, options)
+        inputs.check_given(input_ids, cache, mask, options)
         assert input_ids is not None and cache is not None
         total = input_ids.shape[1]
-        chunk = piece_of(how.prefill_chunk, total)
-        mask = leading_padding(model, input_ids) if mask is None else mask
+        chunk = pieces.piece_of(how.prefill_chunk, total)
+        mask = inputs.leading_padding(model, input_ids) if mask is None else mask
         check_compress(how.compress)
         piece = how.prefill_chunk if how.per_chunk else None
         check_prompt(model, cache, mask, piece, how.allow_longer)
         if how.per_chunk:
-            check_per_chunk(cache.method, piece)
+            pieces.check_per_chunk(cache.method, piece)
         assisted, settings = is_assisted(options), settings_of(model, options)
-        check_settings(settings, options)
+        inputs.check_settings(settings, options)
         check_tokens(model, input_ids)
         new = new_tokens(settings, total)
         check_answer(model, mask, new)
@@ -111,14 +96,14 @@ class Request:
             check_compiled(model, cache, settings.num_beams or 1)
             cache.binding.check_length(total + max(0, new - 1))
         resumed = past_switch(model, resumption(cache, input_ids, mask, how.reuse), total, new)
-        check_windows(resumed, mask)
+        inputs.check_windows(resumed, mask)
         rows, stop = 1, total - 1
         if assisted:
             check_assistable(model, cache, settings)
         else:
             rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
             stop = _columns_ahead(model, resumed, total, new, chunk, rows, how.per_chunk)
-            stop = max(stop, before_padding(mask, resumed.seen))
+            stop = max(stop, pieces.before_padding(mask, resumed.seen))
         made = cls(
             model,
             cache,
@@ -131,7 +116,7 @@ class Request:
             stop,
             rows,
             new,
-            features=later_features(model, resumed, input_ids, options),
+            features=inputs.later_features(model, resumed, input_ids, options),
         )
         made._check_reading(chunk)
         return made
@@ -147,14 +132,14 @@ class Request:
         seen, stop = self.resumed.seen, self.stop
         if self.resumed.own_forwards:
             check_whole(cache.method, chunk, stop)
-        check_padding(mask, seen, stop, chunk, self.how.per_chunk)
+        pieces.check_padding(mask, seen, stop, chunk, self.how.per_chunk)
         if self.assisted or stop > seen:
             ahead = mask[:, seen:stop]
-            check_read_ahead(model, self.resumed, self.settings, self.options, ahead)
+            inputs.check_read_ahead(model, self.resumed, self.settings, self.options, ahead)
         if stop > seen and self.how.per_chunk:
             piece_turns(model, cache, mask, seen, stop, chunk)
         elif stop > seen:
-            forwards_of(model, cache, mask, seen, stop, chunk)
+            pieces.forwards_of(model, cache, mask, seen, stop, chunk)
 
 
 def _columns_ahead(
@@ -179,7 +164,7 @@ def _columns_ahead(
     elif restarts(model) and (seen > 0 or chunk < total):
         stop = total - 1  # token by token
     elif per_chunk:
-        stop = [seen, *piece_ends(seen, total, chunk)][-2]
+        stop = [seen, *pieces.piece_ends(seen, total, chunk)][-2]
     elif chunk < total - seen:
         stop = total - chunk
     elif rows > 1 and seen > 0:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.header import ADAPTERS
 from kvfold.hf.models import full_weight
-from kvfold.hf.quantized_weights import samplable
 from kvfold.kernels.full_precision import full_precision
 
 # Names of the module that one of PEFT's layers wraps.
@@ -181,7 +180,7 @@ def _sums(tensors: Iterable[Tensor]) -> bytes:
     by_dtype = dict[torch.dtype, list[Tensor]]()
     for tensor in tensors:
         plain = type(tensor) in (Tensor, nn.Parameter)
-        flat = (tensor if plain else full_weight(samplable(tensor))).flatten()
+        flat = (tensor if plain else full_weight(tensor)).flatten()
         flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat
         by_dtype.setdefault(flat.dtype, []).append(flat)
     found = list[Tensor]()

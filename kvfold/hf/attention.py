@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention interface of transformers: registration, routing, and arguments of a call."""
+"""The attention interface of transformers: registration, routing, and arguments of a call.
+
+Prompts of the model's own `generate` are checked: it goes on from any cache, whatever text that has
+read.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from kvfold.errors import UnsupportedModel
+from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.adapters import learns_prompts, unwrapped
-from kvfold.hf.forward_hooks import preparing, unwatch
+from kvfold.hf.forward_hooks import ToldOfForwards, preparing, unwatch
 from kvfold.hf.models import takes_cache, text_config
-from kvfold.hf.prompts import leave_prompts
-from kvfold.hf.versions import check_version
+from kvfold.hf.versions import check_version, given_cache
 from kvfold.kernels.logits import LogitOptions
 
 # The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
@@ -29,6 +32,7 @@ NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 
 # Method of models by which `generate_batch` and the like begin.
 BATCHING = "init_continuous_batching"
+READ = "_prefill"  # transformers' method by which `generate` reads a prompt
 # Attention implementations with which routed models were loaded
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -193,3 +197,51 @@ def logit_options(module: nn.Module, query: Tensor, options: dict[str, Any]) -> 
         "softcap": options.get("softcap"),
         "sink_logits": options.get("s_aux"),
     }
+
+
+def check_prompts(model: Any) -> None:
+    """Has prompts of the model's `generate` checked, where they go on from a cache of ours."""
+    inner = unwrapped(model)
+    if hasattr(type(inner), READ):
+        setattr(inner, READ, _CheckedRead(inner))
+
+
+def leave_prompts(model: Any) -> None:
+    """Undoes `check_prompts`."""
+    vars(unwrapped(model)).pop(READ, None)
+
+
+class _CheckedRead:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(
+        self, input_ids: Tensor, config: Any, given: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = given_cache(given)
+        if isinstance(cache, ToldOfForwards):
+            _check_prompt(cache, input_ids, config, given)
+        return getattr(type(self.model), READ)(
+            self.model, input_ids, config, given, *args, **kwargs
+        )
+
+
+def _check_prompt(cache: ToldOfForwards, ids: Tensor, config: Any, given: dict[str, Any]) -> None:
+    """Raises KvfoldError for a mask that goes with no prompt, and as `check_prompt`.
+
+    transformers reads `ids [B, N]` without the columns that the cache has read where the mask is
+    `[B, N]`, and all of them behind a longer mask. A mask of ones may be left as its length.
+    """
+    mask, embeds = given.get("attention_mask"), given.get("inputs_embeds")
+    total, seen = (ids if embeds is None else embeds).shape[1], cache.get_seq_length()
+    columns = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    is_new_part = embeds is None and columns == seen + total
+    if columns is None or (is_new_part and not seen):
+        return
+    if columns != total and not is_new_part:
+        later = f", or, behind the {seen} that the cache has read, new tokens and a mask of "
+        raise KvfoldError(
+            f"attention_mask has {columns} columns, and the prompt {total}: give the whole "
+            f"conversation and a mask of its length{f'{later}{seen + total}' if seen else ''}"
+        )
+    cache.check_prompt(None if is_new_part or embeds is not None else ids, mask, columns)

@@ -71,22 +71,17 @@ class PromptFrame:
             check_spelled(tokenizer, system, given)
         first = [] if system is None else [("system", system)]
         mark = _absent_from(f"{system}{given}", MARK)
-        before, after = _around_user(tokenizer, first, given, mark)
-        turns = _turns(tokenizer, first, given, mark)
+        template = _Template(tokenizer, given)
+        before, after = template.around_user(first, mark)
+        turns = template.turns(first, mark)
         if system is not None:
-            _check_shown(tokenizer, given)
+            template.check_shown()
             if turns and turns[0] != before:
-                turns = _turns(tokenizer, [], given, mark)
+                turns = template.turns([], mark)
         between, answered = (turns[2], turns[1]) if len(turns) == 4 else (None, after)
         left_out = after.startswith(answered) and answered != after
-        return cls(
-            before,
-            after,
-            between,
-            answered=answered if left_out else None,
-            system=system,
-            arguments=given,
-        )
+        shorter = answered if left_out else None
+        return cls(before, after, between, answered=shorter, system=system, arguments=given)
 
     def opened_with(self, instruction: str) -> PromptFrame:
         """The same with an instruction before the document."""
@@ -102,7 +97,7 @@ class PromptFrame:
         mark = _absent_from(f"{answer}{self.arguments}", MARK)
         said = [("user", mark), ("assistant", answer), ("user", mark)]
         try:
-            pieces = _split(tokenizer, said, self.arguments, mark)
+            pieces = _Template(tokenizer, self.arguments).split(said, mark)
         except TemplateError:
             return answer
         opening = self.after if self.answered is None else self.answered
@@ -148,13 +143,13 @@ def conversation(
     the cuts stay where they are. Raises KvfoldError if none of several templates is the default, or
     if it refuses the messages, as some do a system message.
     """
-    given = arguments or {}
-    mark = _absent_from("".join(text for _, text in messages) + str(given))
+    template = _Template(tokenizer, arguments or {})
+    mark = _absent_from("".join(text for _, text in messages) + str(template.arguments))
     marked = [(role, mark.join(segments(tokenizer, text))) for role, text in messages]
     try:
-        return _split(tokenizer, marked, given, mark)
+        return template.split(marked, mark)
     except TemplateError as problem:
-        _check_arguments(tokenizer, given, problem)
+        template.check_arguments(problem)
         roles = ", ".join(role for role, _ in messages)
         raise KvfoldError(f"the chat template refuses messages of {roles}: {problem}") from problem
 
@@ -188,130 +183,105 @@ def check_same(
     )
 
 
-def _check_shown(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-    """Raises KvfoldError for a template that drops system messages."""
-    mark = _absent_from(str(arguments), MARK)
-    if len(_split(tokenizer, [("system", mark), ("user", "a")], arguments, mark)) < 2:
-        raise KvfoldError(
-            "this chat template drops system messages: leave it out, or say it in the text"
-        )
+@dataclass(frozen=True)
+class _Template:
+    """A tokenizer's chat template with arguments of its own."""
 
+    tokenizer: PreTrainedTokenizerBase
+    arguments: Mapping[str, Any]
 
-def _around_user(
-    tokenizer: PreTrainedTokenizerBase,
-    first: list[tuple[str, str]],
-    arguments: Mapping[str, Any],
-    mark: str,
-) -> tuple[str, str]:
-    """Texts of the chat template before a user's message and after it.
-
-    Raises KvfoldError if it does not show the message exactly once.
-    """
-    try:
-        pieces = _split(tokenizer, [*first, ("user", mark)], arguments, mark)
-    except TemplateError as problem:
-        if first and _times_shown(tokenizer, _takes_parts(tokenizer, arguments), arguments) == 1:
+    def check_shown(self) -> None:
+        """Raises KvfoldError for a template that drops system messages."""
+        mark = _absent_from(str(self.arguments), MARK)
+        if len(self.split([("system", mark), ("user", "a")], mark)) < 2:
             raise KvfoldError(
-                f"the chat template refuses a system message ({problem}): leave it out, or say it "
-                "in the text"
+                "this chat template drops system messages: leave it out, or say it in the text"
+            )
+
+    def around_user(self, first: list[tuple[str, str]], mark: str) -> tuple[str, str]:
+        """Texts of the chat template before a user's message and after it.
+
+        Raises KvfoldError if it does not show the message exactly once.
+        """
+        try:
+            pieces = self.split([*first, ("user", mark)], mark)
+        except TemplateError as problem:
+            if first and self._times_shown(self._takes_parts()) == 1:
+                raise KvfoldError(
+                    f"the chat template refuses a system message ({problem}): leave it out, or say "
+                    "it in the text"
+                ) from problem
+            self.check_arguments(problem)
+            found = f"refuses a user's message ({problem})"
+        else:
+            if len(pieces) == 2:
+                return pieces[0], pieces[1]
+            found = f"shows a user's message {len(pieces) - 1} times"
+        raise KvfoldError(
+            f"the chat template {found}, so a document has no single place in it: set "
+            "tokenizer.chat_template to one that shows each message once, or to None for none"
+        )
+
+    def check_arguments(self, problem: TemplateError) -> None:
+        """Raises KvfoldError if a user's message has that `problem` with these arguments only."""
+        shown, alone = (
+            each._times_shown(each._takes_parts()) for each in (self, _Template(self.tokenizer, {}))
+        )
+        if shown != 1 and alone == 1:
+            raise KvfoldError(
+                f"the chat template refuses its arguments {', '.join(self.arguments)} ({problem}): "
+                "give them as it reads them, or leave them out"
             ) from problem
-        _check_arguments(tokenizer, arguments, problem)
-        found = f"refuses a user's message ({problem})"
-    else:
-        if len(pieces) == 2:
-            return pieces[0], pieces[1]
-        found = f"shows a user's message {len(pieces) - 1} times"
-    raise KvfoldError(
-        f"the chat template {found}, so a document has no single place in it: set "
-        "tokenizer.chat_template to one that shows each message once, or to None for none"
-    )
 
+    def turns(self, first: list[tuple[str, str]], mark: str) -> list[str]:
+        """Texts around the messages of two turns after `first`; empty if the template has none."""
+        said = [(role, mark) for role in ("user", "assistant", "user")]
+        try:
+            return self.split([*first, *said], mark)
+        except TemplateError:
+            return []
 
-def _check_arguments(
-    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], problem: TemplateError
-) -> None:
-    """Raises KvfoldError if a user's message has that `problem` with these arguments only."""
-    shown, alone = (
-        _times_shown(tokenizer, _takes_parts(tokenizer, given), given) for given in (arguments, {})
-    )
-    if shown != 1 and alone == 1:
-        raise KvfoldError(
-            f"the chat template refuses its arguments {', '.join(arguments)} ({problem}): give "
-            "them as it reads them, or leave them out"
-        ) from problem
+    def split(self, messages: Sequence[tuple[str, str]], mark: str) -> list[str]:
+        """The chat template with these messages, split at `mark`."""
+        return self._rendered(messages, self._takes_parts()).split(mark)
 
+    def _takes_parts(self) -> bool:
+        """True if the chat template shows a message only as a list of parts, as LLaVA's does."""
+        return self._times_shown(False) != 1 and self._times_shown(True) == 1
 
-def _turns(
-    tokenizer: PreTrainedTokenizerBase,
-    first: list[tuple[str, str]],
-    arguments: Mapping[str, Any],
-    mark: str,
-) -> list[str]:
-    """Texts around the messages of two turns after `first`; empty if the template has none."""
-    said = [(role, mark) for role in ("user", "assistant", "user")]
-    try:
-        return _split(tokenizer, [*first, *said], arguments, mark)
-    except TemplateError:
-        return []
+    def _times_shown(self, in_parts: bool) -> int:
+        mark = _absent_from(str(self.arguments), MARK)
+        try:
+            return self._rendered([("user", mark)], in_parts).count(mark)
+        except TemplateError:
+            return 0
 
+    def _rendered(self, messages: Sequence[tuple[str, str]], in_parts: bool) -> str:
+        """The chat template with these messages, each as a text or as a list of one part.
 
-def _split(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[tuple[str, str]],
-    arguments: Mapping[str, Any],
-    mark: str,
-) -> list[str]:
-    """The chat template with these messages, split at `mark`."""
-    in_parts = _takes_parts(tokenizer, arguments)
-    return _rendered(tokenizer, messages, in_parts, arguments).split(mark)
-
-
-def _takes_parts(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> bool:
-    """True if the chat template shows a message only as a list of parts, as LLaVA's does."""
-    plain = _times_shown(tokenizer, False, arguments)
-    return plain != 1 and _times_shown(tokenizer, True, arguments) == 1
-
-
-def _times_shown(
-    tokenizer: PreTrainedTokenizerBase, in_parts: bool, arguments: Mapping[str, Any]
-) -> int:
-    mark = _absent_from(str(arguments), MARK)
-    try:
-        return _rendered(tokenizer, [("user", mark)], in_parts, arguments).count(mark)
-    except TemplateError:
-        return 0
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[tuple[str, str]],
-    in_parts: bool,
-    arguments: Mapping[str, Any],
-) -> str:
-    """The chat template with these messages, each as a text or as a list of one part.
-
-    Raises KvfoldError if none of several templates is the default, and TemplateError if the
-    template refuses messages or arguments, or fails on them.
-    """
-    templates: Any = tokenizer.chat_template
-    if isinstance(templates, dict) and "default" not in templates:
-        raise KvfoldError(
-            f"the tokenizer has the chat templates {', '.join(templates)} and none named default: "
-            f"choose one, as tokenizer.chat_template = tokenizer.chat_template[{min(templates)!r}]"
-        )
-    given: list[dict[str, Any]] = [
-        {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
-        for role, text in messages
-    ]
-    try:
-        made = tokenizer.apply_chat_template(
-            given, tokenize=False, add_generation_prompt=True, **arguments
-        )
-    except TemplateError:
-        raise
-    except Exception as problem:  # a template is a program, and arguments may be of any kind
-        raise TemplateError(str(problem) or type(problem).__name__) from problem
-    return str(made)
+        Raises KvfoldError if none of several templates is the default, and TemplateError if the
+        template refuses messages or arguments, or fails on them.
+        """
+        templates: Any = self.tokenizer.chat_template
+        if isinstance(templates, dict) and "default" not in templates:
+            raise KvfoldError(
+                f"the tokenizer has the chat templates {', '.join(templates)} and none named "
+                "default: choose one, as "
+                f"tokenizer.chat_template = tokenizer.chat_template[{min(templates)!r}]"
+            )
+        given: list[dict[str, Any]] = [
+            {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+            for role, text in messages
+        ]
+        try:
+            made = self.tokenizer.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=True, **self.arguments
+            )
+        except TemplateError:
+            raise
+        except Exception as problem:  # a template is a program, and arguments may be of any kind
+            raise TemplateError(str(problem) or type(problem).__name__) from problem
+        return str(made)
 
 
 def _absent_from(text: str, mark: str = NONCHARACTER) -> str:

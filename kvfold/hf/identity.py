@@ -23,7 +23,6 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.adapters import Adapters, ModelParts, adapters_of, parts_of
 from kvfold.hf.header import ADDED, ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
-from kvfold.hf.quantized_weights import samplable
 from kvfold.hf.rotation import rope_of
 from kvfold.kernels.full_precision import full_precision
 
@@ -168,7 +167,7 @@ def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     made = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
         _check_here(name, weight)
-        whole = full_weight(samplable(weight))
+        whole = full_weight(weight)
         flat = whole.flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()
         made.update(f"{name} {list(whole.shape)} ".encode())

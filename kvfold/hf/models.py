@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -118,9 +120,32 @@ def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
 
 
 def full_weight(weight: Tensor) -> Tensor:
-    """The whole of a weight that ranks may share; a collective call on all of them."""
-    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    """The whole of a weight that ranks may share; a collective call on all of them.
+
+    A plain tensor, which of a quantized weight stays the same.
+    """
+    own = _samplable(weight)
+    full: Tensor = own.full_tensor() if hasattr(own, "full_tensor") else own
     return full
+
+
+def _samplable(weight: Tensor) -> Tensor:
+    """A plain tensor that stays the same for a quantized weight; other weights as they are.
+
+    bitsandbytes packs 4-bit codes anew in the first forward on a CPU: these are put back in order.
+    torchao's weights are no plain tensors: theirs are the numbers that they stand for.
+    """
+    plain, state = weight.detach(), getattr(weight, "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        from bitsandbytes import functional
+
+        inverse: Any = functional._convert_weight_packed_for_cpu_inverse
+        codes: Tensor = inverse(weight.data, copy.copy(state))[0]  # it changes the state
+        return codes
+    kind = type(plain)
+    if kind in (Tensor, nn.Parameter) or not kind.__module__.startswith("torchao."):
+        return plain
+    return plain.dequantize()
 
 
 def stock_generate(model: Any, **options: Any) -> Any:
@@ -208,3 +233,30 @@ def _read_piece(
     )
     logits: Tensor = out.logits
     return logits
+
+
+class LayerOfModel:
+    """Layer `layer` of a model that is not kept alive; copies share it, and files leave it out."""
+
+    def __init__(self, model: PreTrainedModel, layer: int) -> None:
+        self._reference: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
+        self.layer = layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reference": None, "layer": self.layer}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model; raises UnsupportedModel if it is gone."""
+        model = None if self._reference is None else self._reference()
+        if model is None:
+            raise UnsupportedModel("the model of this cache is gone")
+        return model
+
+    @property
+    def attention(self) -> nn.Module | None:
+        """The layer's attention module; None if the model file names none."""
+        return attention_module(self.model, self.layer)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.layer_of_model import LayerOfModel
+from kvfold.hf.models import LayerOfModel
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.observers.stored import OutputNorm
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.layer_of_model import LayerOfModel
-from kvfold.hf.models import text_config
+from kvfold.hf.models import LayerOfModel, text_config
 from kvfold.hf.rope_lengths import rope_settings
 
 

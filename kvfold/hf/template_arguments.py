@@ -13,7 +13,7 @@ from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.hf.user_text import Content, segments
+from kvfold.hf.user_text import Content, segments, template_text
 
 # Parameters of `apply_chat_template` that are the template's own.
 OF_TEMPLATES = {"tools", "documents"}
@@ -67,7 +67,7 @@ def read_by(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     Raises KvfoldError for a template that is damaged.
     """
     found: set[str] = set()
-    for template in _template(tokenizer).split("\0"):
+    for template in template_text(tokenizer).split("\0"):
         try:
             parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
                 ANSWERS.sub("", template)
@@ -92,7 +92,7 @@ def check_spelled(
 
 def date_told(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """What to say of another prefix where the chat template writes the date; else nothing."""
-    template = "" if tokenizer is None else _template(tokenizer)
+    template = "" if tokenizer is None else template_text(tokenizer)
     if DATES[0] not in template:
         return ""
     fix = f" or give it as {DATES[1]}" if DATES[1] in template else ""
@@ -100,11 +100,6 @@ def date_told(tokenizer: PreTrainedTokenizerBase | None) -> str:
         f". The chat template writes the date ({DATES[0]}), which changes the prompt from day to "
         f"day: keep the first day's text{fix}"
     )
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    templates: Any = getattr(tokenizer, "chat_template", None) or ""
-    return templates if isinstance(templates, str) else "\0".join(templates.values())
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import KvfoldError
 
@@ -45,13 +45,18 @@ def content(text: str, special_tokens: bool) -> str:
     return str(text) if special_tokens else Content(text)
 
 
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template, or all of several; empty where there is none."""
+    templates: Any = getattr(tokenizer, "chat_template", None) or ""
+    return templates if isinstance(templates, str) else "\0".join(templates.values())
+
+
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Special tokens, and added ones that the chat template writes, with their ids.
 
     White space and single characters, which some tokenizers declare special, are what they are.
     """
-    templates = tokenizer.chat_template or ""
-    written = templates if isinstance(templates, str) else "\0".join(templates.values())
+    written = template_text(tokenizer)
     found = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     for number, token in tokenizer.added_tokens_decoder.items():
         if token.special or token.content in written:

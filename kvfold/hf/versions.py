@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,3 +57,23 @@ def check_assisted() -> None:
             f"assisted decoding from a filled cache needs transformers {ASSISTED_FROM} or newer, "
             f"this is {INSTALLED}: update it, or generate without an assistant"
         )
+
+
+def parallel_options() -> dict[str, Any]:
+    """Options of `from_pretrained` that share a model among the processes of torchrun.
+
+    Empty in a single process. Raises KvfoldError if a package is missing or too old.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return {}
+    if INSTALLED < PARALLEL_FROM:
+        raise KvfoldError(
+            f"several ranks need transformers {PARALLEL_FROM} or newer, this is "
+            f"{INSTALLED}: update it, or use one process"
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise KvfoldError("several ranks need accelerate: pip install 'kvfold[parallel]'")
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size)}

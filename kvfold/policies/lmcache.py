@@ -18,8 +18,7 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Method
 from kvfold.methods.stages.select.one_set import Rule
 from kvfold.policies.method_policy import Policy, policy
-from kvfold.policies.prefill import Prefill, split_heads
-from kvfold.policies.rope import Ropes, rope_of
+from kvfold.policies.prefill import Prefill, Ropes, rope_of, split_heads
 from kvfold.policies.sharing import SharingLoss, sharing_loss
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.policies.kept import Kept
+from kvfold.policies.method_policy import Kept
 from kvfold.policies.prefill import Prefill
 
 QUERIES = 32  # last queries whose attention is measured

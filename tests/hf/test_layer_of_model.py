@@ -10,7 +10,7 @@ import pickle
 import pytest
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.layer_of_model import LayerOfModel
+from kvfold.hf.models import LayerOfModel
 from tests.helpers.models import build
 
 

@@ -9,7 +9,7 @@ import torch
 from kvfold import KvfoldError
 from kvfold.hf.rotation import Rotation
 from kvfold.policies import Rope
-from kvfold.policies.rope import check_ropes, rope_of
+from kvfold.policies.prefill import check_ropes, rope_of
 from tests.helpers.models import build
 
 

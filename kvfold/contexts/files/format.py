@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -42,6 +43,11 @@ from kvfold.writing import check_kind
 VERSION, BIASED, CODED, CENTRED = VERSIONS = "1", "2", "3", "4"
 # Numbers of layers that files have where one is set; others are as before the fields existed.
 LATER = ("turn_end", "next_round", "settled")
+# Errors of numbers and tensors that do not fit each other
+UNFIT = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration,
+    TypeError, ValueError,
+)  # fmt: skip
 # Keys of the safetensors metadata.
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
@@ -216,3 +222,14 @@ def read_header(path: str | Path) -> Header:
     """The header of the context file at `path`; raises ContextFileError."""
     with opened(path) as file:
         return file.header
+
+
+@contextmanager
+def told_as_damage(file: ContextFile) -> Iterator[None]:
+    """ContextFileError for what numbers raise that contradict each other, though checksums hold."""
+    try:
+        yield
+    except (KvfoldError, torch.OutOfMemoryError):
+        raise
+    except UNFIT as bad:
+        raise file.damaged(f"its layers do not fit its header ({bad})") from bad

@@ -90,18 +90,9 @@ class StreamHeader(HeaderPart):
     """A compressed tensor."""
 
     dtype: Literal[
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    ]
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn",
+        "int64", "int32", "int16", "int8", "uint8", "bool",
+    ]  # fmt: skip
     shape: Annotated[list[Count], Field(max_length=8)]
 
 

@@ -21,8 +21,7 @@ from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import decoded, rotations_of
-from kvfold.contexts.files.damage import told_as_damage
-from kvfold.contexts.files.format import ContextFile, opened
+from kvfold.contexts.files.format import ContextFile, opened, told_as_damage
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError

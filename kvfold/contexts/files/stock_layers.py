@@ -47,13 +47,8 @@ def describe(layer: Any, index: int) -> tuple[StockLayerHeader, Named, dict[str,
             raise ContextFileError(
                 f"layer {index} holds {name!r}, a {type(value).__name__}, which cannot be saved"
             )
-    header = StockLayerHeader(
-        index=index,
-        kind=type(layer).__name__,
-        numbers=numbers,
-        by_head=sorted(by_head),
-        whole=sorted(whole),
-    )
+    kind, heads, rest = type(layer).__name__, sorted(by_head), sorted(whole)
+    header = StockLayerHeader(index=index, kind=kind, numbers=numbers, by_head=heads, whole=rest)
     return header, by_head, whole
 
 
