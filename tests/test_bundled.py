@@ -13,8 +13,7 @@ import kvfold
 from kvfold.bundled import FOLDER
 from kvfold.eval import short_ruler
 from kvfold.eval.short_ruler_scores import RetrievalTrial, retrieval_scores
-from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
-from kvfold.eval.tasks.vocabulary import Vocabulary
+from kvfold.eval.tasks.vocabulary import ADJECTIVES, NOUNS, Vocabulary
 from kvfold.hf.chat_template import token_count
 
 SAMPLES = 30

@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.eval import short_ruler
-from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
-from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
+from kvfold.eval.tasks.vocabulary import ADJECTIVES, BUNDLED, NOUNS, Vocabulary
 
 IGNORED, FIRST, ANSWER, TEXT, COPY = range(5)
 REPEAT = "\n\nRepeat the previous context exactly."

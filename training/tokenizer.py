@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from kvfold.eval import short_ruler
-from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
+from kvfold.eval.tasks.vocabulary import ADJECTIVES, NOUNS
 from training.corpus import REPEAT
 
 VOCABULARY = 2048

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from docs.generate import claims_cells, claims_curves
+from docs.generate import claims_curves, claims_evidence
 from docs.generate.claims_evidence import (
+    UNITS,
     Better,
     Kept,
     KeptByTask,
@@ -24,8 +26,11 @@ from docs.generate.claims_evidence import (
     Operations,
     Rule,
     RuleKind,
+    rounded,
 )
 from docs.generate.made import DOCS, RESULTS, table
+from kvfold.eval.run.cell_result import CellResult
+from kvfold.report.load import load_results
 
 RECORDS, PAGE = RESULTS / "claims", DOCS / "claims.md"
 CLAIMS, RUN = RECORDS / "claims.toml", "docs/results/claims/run.sh"
@@ -42,6 +47,9 @@ LAYERS_STEP = "layers"
 COLUMNS = "claim", "test", "result (95 %)", "n", "verdict"
 NOT_RUN, OUT_OF_REACH, IN_PART = "not run yet", "out of reach here", "in part"
 VERDICTS = ("reproduced", IN_PART, "undecided", "not reproduced", NOT_RUN, OUT_OF_REACH)
+
+NO_BUDGET = "no budget"
+
 
 HEAD = """\
 # Claims of five papers
@@ -214,7 +222,7 @@ def page(records: Path = RECORDS, path: Path = CLAIMS) -> str:
     for name, system in systems.items():
         own = [claim for claim in claims if claim.system == name]
         parts.append(_section(name, system, own, records))
-    return "\n".join([*parts, CELLS, *claims_cells.tables(records, needed)])
+    return "\n".join([*parts, CELLS, *tables(records, needed)])
 
 
 def _summary(systems: Mapping[str, System], claims: list[Claim], records: Path) -> str:
@@ -237,6 +245,43 @@ def _section(name: str, system: System, claims: list[Claim], records: Path) -> s
     remarks = ((claim.says, claim.remark(records)) for claim in claims)
     reasons = [f"- **{says}**: {remark}" for says, remark in remarks if remark]
     return "\n".join([*lines, "", *reasons, *([""] if reasons else [])])
+
+
+def tables(records: Path, steps: Sequence[str]) -> Iterator[str]:
+    """A table for each step that has records: scores of all tasks, and the part kept."""
+    for step in steps:
+        path = records / step / claims_evidence.RECORDS
+        if path.exists():
+            yield _table(step, load_results([path]))
+
+
+def _table(step: str, results: Sequence[CellResult]) -> str:
+    cells: dict[str, dict[str, list[CellResult]]] = {}
+    for result in results:
+        found = cells.setdefault(result.cell.method, {})
+        found.setdefault(result.cell.budget or NO_BUDGET, []).append(result)
+    budgets = list(dict.fromkeys(budget for each in cells.values() for budget in each))
+    tasks = list(dict.fromkeys(result.cell.task for result in results))
+    rows = [[f"`{method}`", *_scores(each, budgets, tasks)] for method, each in cells.items()]
+    told = f"{' / '.join(UNITS.get(task, task) for task in tasks)} (part kept)."
+    return f"### {step}\n\n{told}\n\n{table(['method', *budgets], rows)}\n"
+
+
+def _scores(
+    by_budget: Mapping[str, Sequence[CellResult]], budgets: Sequence[str], tasks: Sequence[str]
+) -> Iterator[str]:
+    """A method's scores by task at each budget, with the mean part kept."""
+    for budget in budgets:
+        found = {result.cell.task: result for result in by_budget.get(budget, ())}
+        scores = [found[task].score for task in tasks if task in found]
+        kept = [result.kept for result in found.values() if result.kept is not None]
+        text = " / ".join(_text(score.value, found) for score in scores if score is not None)
+        yield f"{text} ({rounded(mean(kept), 2)})" if kept else text
+
+
+def _text(value: float, found: Mapping[str, CellResult]) -> str:
+    """A score; perplexities differ in the second digit."""
+    return rounded(value, 2 if any(each.lower_is_better for each in found.values()) else 1)
 
 
 if __name__ == "__main__":

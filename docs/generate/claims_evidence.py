@@ -20,6 +20,7 @@ from docs.generate import paired
 from docs.results.claims.measure_layers import FILE, LayerRecord
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.evidence.grouped import grouped
 from kvfold.evidence.intervals import of_mean
 from kvfold.evidence.records import RecordFile
 from kvfold.report.load import load_results
@@ -254,9 +255,8 @@ Passages = Sequence[Sequence[LayerRecord]]
 @cache
 def _passages(path: Path) -> Passages:
     """Records of each passage, by layer."""
-    found: dict[tuple[str, int], list[LayerRecord]] = {}
-    for each in RecordFile(path, LayerRecord).load().records:
-        found.setdefault((each.book, each.passage), []).append(each)
+    records = RecordFile(path, LayerRecord).load().records
+    found = grouped(((each.book, each.passage), each) for each in records)
     return [sorted(layers, key=lambda each: each.layer) for layers in found.values()]
 
 

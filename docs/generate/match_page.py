@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from docs.generate.made import LETTERS, RESULTS, picture, table, write_part
 from docs.results.match.measure import Row
+from kvfold.evidence.grouped import grouped
 from kvfold.evidence.records import RecordFile
 from kvfold.report.style import COLORS, DASHES
 
@@ -98,10 +99,8 @@ def at_equal_bytes(rows: Sequence[Row], method: str, kept: float) -> list[float]
 
     Empty where that is beyond its own budgets.
     """
-    curves: dict[Passage, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if row.method == method:
-            curves[row.passage].append((row.nbytes, row.kl))
+    own = (row for row in rows if row.method == method)
+    curves = grouped((row.passage, (row.nbytes, row.kl)) for row in own)
     pairs = Pairs.of(rows, method, kept)
     for row in pairs.base:
         sizes = [size for size, _ in curves[row.passage]]

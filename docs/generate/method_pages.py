@@ -14,6 +14,7 @@ from docs.generate import leaderboard
 from docs.generate.links import source
 from docs.generate.made import ROOT
 from kvfold.errors import IllegalComposition
+from kvfold.evidence.grouped import grouped
 from kvfold.methods.base import Method, Stages, parse
 from kvfold.methods.description import as_text, observed, options, stages_of, steps
 from kvfold.methods.registry import preset
@@ -182,11 +183,8 @@ def _refusals(cls: type[Method], text: str) -> dict[str, list[str]]:
 
     The full cache is left out, as it adds nothing.
     """
-    found = dict[str, list[str]]()
-    for other in classes():
-        if other not in (cls.name, "full"):
-            found.setdefault(_refusal(text, other), []).append(other)
-    return found
+    others = (other for other in classes() if other not in (cls.name, "full"))
+    return grouped((_refusal(text, other), other) for other in others)
 
 
 def _refusal(one: str, other: str) -> str:

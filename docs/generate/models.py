@@ -22,6 +22,7 @@ import transformers
 from docs.generate.made import DOCS, table, write_part
 from docs.generate.model_checks import CHECKS, REFUSED, RIGHT, UNTOLD, WRONG, Outcome, check
 from docs.generate.tiny_models import architectures
+from kvfold.evidence.grouped import grouped
 
 PAGE = DOCS / "results" / "models.md"
 BEGIN = "<!-- made by docs/generate/models.py: begin -->"
@@ -85,9 +86,7 @@ def reason(name: str, outcome: Outcome) -> str:
 
 def _grouped(outcomes: Mapping[str, Outcome]) -> str:
     """A table of reasons and the classes that share each."""
-    of: dict[str, list[str]] = {}
-    for name, outcome in outcomes.items():
-        of.setdefault(reason(name, outcome), []).append(name)
+    of = grouped((reason(name, outcome), name) for name, outcome in outcomes.items())
     rows = [[why, ", ".join(sorted(names))] for why, names in sorted(of.items())]
     return table(["reason", "classes"], rows)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,9 +14,9 @@ from docs.generate.real_headline import MODEL, harder, summary
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import Contender
-from kvfold.report.board import Board, boards, haystacks
+from kvfold.evidence.grouped import grouped
+from kvfold.report.board import Board, boards, haystacks, readable
 from kvfold.report.headline import FIFTH
-from kvfold.report.names import readable
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow, rows
 
@@ -221,9 +220,9 @@ def _other_tasks(
 
 def _named(units: Sequence[Unit]) -> str:
     """Tasks with their lengths, such as "noise (2048, 4096), novel (2048)"."""
-    lengths: dict[str, list[str]] = defaultdict(list)
-    for unit in units:
-        lengths[NAMES.get(unit.task, unit.task)].append(f"{unit.length or 'own rows'}")
+    lengths = grouped(
+        (NAMES.get(unit.task, unit.task), f"{unit.length or 'own rows'}") for unit in units
+    )
     return ", ".join(f"{name} ({', '.join(own)})" for name, own in lengths.items())
 
 
@@ -247,21 +246,22 @@ def _by_method(own: Sequence[CellResult], asked: dict[Unit, int]) -> str:
 def _limits(results: Sequence[CellResult]) -> Iterator[str]:
     """Where answers are cut off, and how often the full cache's are."""
     full = [one for one in results if one.cell.method == FULL and not one.lower_is_better]
-    limits: dict[int, dict[str, None]] = defaultdict(dict)
-    for one in full:
-        if one.cell.protocol.answer_tokens:
-            named = NAMES.get(one.cell.task, one.cell.task)
-            limits[one.cell.protocol.answer_tokens][named] = None
+    named = ((one.cell.protocol.answer_tokens, _task(one)) for one in full)
+    limits = grouped(dict.fromkeys((most, task) for most, task in named if most))
     if limits:
         told = [f"{most} tokens ({', '.join(tasks)})" for most, tasks in limits.items()]
         yield f"- Answers end at {and_list(told)}, finished or not."
     for one in full:
         if one.at_limit * 10 > one.questions and _value(one) < 100:
             yield (
-                f"- {NAMES.get(one.cell.task, one.cell.task)}: {one.at_limit} of the full cache's "
+                f"- {_task(one)}: {one.at_limit} of the full cache's "
                 f"{one.questions} answers go on to the limit, and {100 - _value(one):g} % are "
                 "wrong. A method whose answers go on less often may score higher."
             )
+
+
+def _task(result: CellResult) -> str:
+    return NAMES.get(result.cell.task, result.cell.task)
 
 
 def _value(result: CellResult) -> float:

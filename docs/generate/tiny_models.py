@@ -16,6 +16,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from kvfold.evidence.grouped import grouped
+
 MAPPINGS = ("CAUSAL_LM", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 SHRINKING = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 SIZES = {name: int(size) for size, names in SHRINKING["sizes"].items() for name in names}
@@ -99,9 +101,8 @@ def _shrunk(config: PreTrainedConfig, own: dict[str, Any]) -> PreTrainedConfig:
 
 def _choose(kinds: Sequence[Any], layers: int | None) -> list[int]:
     """Indices of layers that stay: of each kind as many, in their order."""
-    of_kind: dict[Any, list[int]] = {}
-    for index, kind in enumerate(kinds):
-        of_kind.setdefault(kind if isinstance(kind, str) else "", []).append(index)
+    named = (kind if isinstance(kind, str) else "" for kind in kinds)
+    of_kind = grouped((kind, index) for index, kind in enumerate(named))
     turns = max(map(len, of_kind.values()), default=0)
     order = [of[turn] for turn in range(turns) for of in of_kind.values() if turn < len(of)]
     return sorted(order[: max(layers or LAYERS, len(of_kind))])

@@ -22,10 +22,10 @@ from docs.results.match.measure import Row
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.run_folder import RECORDS
+from kvfold.evidence.grouped import grouped
 from kvfold.methods.description import shortest, without_files
-from kvfold.report.board import Board, boards, haystacks
+from kvfold.report.board import Board, boards, haystacks, readable
 from kvfold.report.load import load_results
-from kvfold.report.names import readable
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow
 
@@ -177,10 +177,11 @@ def _methods(board: Board) -> list[ReportRow]:
 
 def _at_budgets(board: Board, of: Published, most: float = math.inf) -> Iterator[str]:
     """The best of each budget, of methods with at most `most` operations until the first token."""
-    budgets: dict[str, list[ReportRow]] = defaultdict(list)
-    for row in _methods(board):
-        if row.budget is not None and (row.prefill_operations or math.inf) <= most:
-            budgets[row.budget].append(row)
+    budgets = grouped(
+        (row.budget, row)
+        for row in _methods(board)
+        if row.budget is not None and (row.prefill_operations or math.inf) <= most
+    )
     order = sorted(budgets, key=lambda budget: -(budgets[budget][0].kept_nominal or 0))
     best = {budget: ranked(budgets[budget])[:BEST] for budget in order}
     if best:
@@ -226,9 +227,7 @@ def _behind(board: Board, of: Published, firsts: dict[str, ReportRow]) -> needle
 
 def _firsts(firsts: dict[str, str]) -> str:
     """The budgets that each method is the first of."""
-    budgets: dict[str, list[str]] = defaultdict(list)
-    for budget, name in firsts.items():
-        budgets[name].append(budget)
+    budgets = grouped((name, budget) for budget, name in firsts.items())
     return "; ".join(f"`{name}` at {and_list(of)}" for name, of in budgets.items())
 
 

@@ -2,8 +2,7 @@
 """Server process for kvpress, run by the Python environment that kvpress is installed in.
 
 Reads one JSON request per line from standard input and writes one JSON answer per line to standard
-output; `kvpress_client.py` is the client. Imports nothing of kvfold: kvpress needs an older
-transformers.
+output; `kvpress.py` has the client. Imports nothing of kvfold: kvpress needs an older transformers.
 """
 
 from __future__ import annotations

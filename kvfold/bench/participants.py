@@ -17,17 +17,25 @@ from transformers.cache_utils import Cache
 
 from kvfold.bench.baseline import full_cache, full_twin
 from kvfold.bench.models import BenchModel
-from kvfold.bench.random_scorer import runnable
 from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.cache.cache import CompressedCache
+from kvfold.fitted.numbers import NO_FILE, FileName
+from kvfold.fitted.of_model import write_fitted
 from kvfold.generation.reading import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
 from kvfold.hf.compiling import compiled_call
 from kvfold.hf.versions import CACHE
 from kvfold.measure.clock import compression_watched, seconds
 from kvfold.measure.peak import allocated, can_measure, peak_above, peak_of
+from kvfold.methods.base import Method, parse
+from kvfold.methods.stages.score.learned import Scorer
+from kvfold.methods.zap import Zap
+from kvfold.methods.zap_threshold import ZapThreshold
 
 FULL, AGAIN = "full", "full again"
+
+
+PROJECTIONS = 64  # a fit chooses none, 64 or 256
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ class MethodParticipant(LocalParticipant):
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(ParticipantLabel("kvfold", method, budget), subject, subject.model)
         self.folder = TemporaryDirectory(prefix="kvfold-bench-")
-        self.method = runnable(method, subject, Path(self.folder.name))
+        self.method = _runnable(method, subject, Path(self.folder.name))
         self.cache = self.make(0)  # checks method, budget and model now
 
     def make(self, room: int) -> CompressedCache:
@@ -210,6 +218,33 @@ class MethodParticipant(LocalParticipant):
     def cache_size(self) -> CacheSize:
         stats = self.cache.stats()
         return CacheSize(stats.nbytes, stats.kept_fraction)
+
+
+def _runnable(method: str, subject: BenchModel, folder: Path) -> Method:
+    """The method as it can run on the subject: zap without a file gets a random scorer.
+
+    On models of random weights only, which nothing was fitted to. The file lies in `folder`.
+    """
+    parsed = parse(method)
+    if subject.source.config is None or not isinstance(parsed, Zap | ZapThreshold):
+        return parsed
+    if parsed.file != NO_FILE:
+        return parsed
+    path = folder / "scorer.safetensors"
+    write_fitted(path, _scorer(subject), subject.model, written_by="", target="random", texts=0)
+    return dataclasses.replace(parsed, file=FileName(path))
+
+
+def _scorer(subject: BenchModel) -> Scorer:
+    """Random weights in the shape that a fit gives them, by the subject's seed."""
+    shape, draw = subject.shape, torch.Generator().manual_seed(subject.source.seed)
+    features = 2 * shape.head_size + 3
+    sizes = (shape.layers, shape.kv_heads, features + PROJECTIONS)
+    return Scorer(
+        torch.randn(sizes, generator=draw),
+        torch.ones(*sizes[:2], features),
+        torch.randn(features, PROJECTIONS, generator=draw) / features**0.5,
+    )
 
 
 class CompiledParticipant(MethodParticipant):

@@ -6,11 +6,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from kvfold.bench.answers import first_appending, place_of, size_ratio, time_ratio
+from kvfold.bench.models import DTYPES
 from kvfold.bench.participants import FULL, ParticipantLabel
 from kvfold.bench.record import BenchCell, RoundRecord
+from kvfold.budget import Budget
+from kvfold.errors import KvfoldError
 from kvfold.evidence.estimates import Quartiles
+from kvfold.evidence.grouped import grouped
+from kvfold.methods.base import Stages, parse
+from kvfold.methods.stages.when import AtEnd
+
+# Cell, session, round and budget
+_Place = tuple[BenchCell, str, int, str | None]
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class BenchRow:
     Seconds, tokens per second and `kept` are medians. `first_token`, `per_token`, `nbytes` and
     `peak` are ratios to the full cache of the same round; None if no round has both. Of whole
     answers, rounds of eviction included: `answer` is their time over the full cache's, `append`
-    over that of a method that appends, `largest` as `answers.size_ratio` has it.
+    over that of a method that appends, `largest` as `_size_ratio` has it.
     """
 
     cell: BenchCell
@@ -50,11 +59,14 @@ def rows(records: Sequence[RoundRecord], side: str = "baseline") -> list[BenchRo
         for record in records
         if record.side == side and record.method == FULL
     }
-    appending = first_appending(records)
-    grouped: dict[tuple[BenchCell, ParticipantLabel], list[RoundRecord]] = {}
-    for record in records:
-        grouped.setdefault((record.cell, record.label), []).append(record)
-    return [_row(cell, label, group, full, appending) for (cell, label), group in grouped.items()]
+    appending = _first_appending(records)
+    groups = grouped(((record.cell, record.label), record) for record in records)
+    return [_row(cell, label, group, full, appending) for (cell, label), group in groups.items()]
+
+
+def _place_of(record: RoundRecord) -> _Place:
+    """The place where participants of one budget are set against one another."""
+    return record.cell, record.session, record.round, record.budget
 
 
 def _row(
@@ -62,14 +74,14 @@ def _row(
     label: ParticipantLabel,
     group: list[RoundRecord],
     full: dict[tuple[BenchCell, str, int], RoundRecord],
-    appending: dict[tuple[BenchCell, str, int, str | None], RoundRecord],
+    appending: dict[_Place, RoundRecord],
 ) -> BenchRow:
     """The row of one participant in one cell, from its records and those it is set against."""
     places = [(record.cell, record.session, record.round) for record in group]
     pairs = [
         (record, full[place]) for record, place in zip(group, places, strict=True) if place in full
     ]
-    appended = [(record, appending.get(place_of(record))) for record in group]
+    appended = [(record, appending.get(_place_of(record))) for record in group]
 
     def middle(value: Callable[[RoundRecord], float]) -> float:
         return statistics.median(value(record) for record in group)
@@ -91,9 +103,9 @@ def _row(
         spread(step_ratio),
         spread(lambda r, f: r.measured.cache_bytes / f.measured.cache_bytes),
         spread(_peak_ratio),
-        spread(time_ratio),
-        Quartiles.of([time_ratio(record, base) for record, base in appended if base is not None]),
-        Quartiles.of([size for size in map(size_ratio, group) if size is not None]),
+        spread(_time_ratio),
+        Quartiles.of([_time_ratio(record, base) for record, base in appended if base is not None]),
+        Quartiles.of([size for size in map(_size_ratio, group) if size is not None]),
     )
 
 
@@ -106,3 +118,45 @@ def step_ratio(record: RoundRecord, full: RoundRecord) -> float:
 def _peak_ratio(record: RoundRecord, full: RoundRecord) -> float | None:
     peak, base = record.measured.peak_bytes, full.measured.peak_bytes
     return peak / base if peak is not None and base else None
+
+
+@cache
+def _stages_of(label: ParticipantLabel) -> Stages | None:
+    """The stages of an eager method of kvfold; None of others, and of the full cache."""
+    if label.side != "kvfold" or label.method == FULL or label.compiled:
+        return None
+    try:
+        return parse(label.method).stages()
+    except KvfoldError:  # a plugin's, in a file of records that was written with it
+        return None
+
+
+def _first_appending(records: Sequence[RoundRecord]) -> dict[_Place, RoundRecord]:
+    """The first record of each round and budget whose method appends generated tokens."""
+    found: dict[_Place, RoundRecord] = {}
+    for record in records:
+        stages = _stages_of(record.label)
+        if stages is not None and isinstance(stages.when, AtEnd) and record.budget is not None:
+            found.setdefault(_place_of(record), record)
+    return found
+
+
+def _time_ratio(record: RoundRecord, other: RoundRecord) -> float:
+    """Time of a whole answer over that of another one."""
+    return sum(record.measured.step_seconds) / sum(other.measured.step_seconds)
+
+
+def _size_ratio(record: RoundRecord) -> float | None:
+    """Most bytes of an answer over those of its size and one round's entries.
+
+    None for methods without rounds, and for budgets that are no number of tokens.
+    """
+    stages, most = _stages_of(record.label), record.measured.largest_bytes
+    if stages is None or stages.rounds is None or most is None or record.budget is None:
+        return None
+    budget = Budget.of(record.budget)
+    if budget.kind != "tokens":
+        return None
+    shape, cell = record.shape, record.cell
+    entry = 2 * shape.layers * shape.kv_heads * shape.head_size * DTYPES[cell.dtype].itemsize
+    return most / (entry * cell.batch * (int(budget.amount) + stages.rounds.every))

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from kvfold.checks.bisection import smallest
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.measure import PromptMeasurements
 from kvfold.checks.reading import MethodAtBudget
@@ -19,6 +19,7 @@ from kvfold.methods.base import Method
 PARTS = tuple(f"{number / 40:.3f}".rstrip("0") for number in range(2, 37))
 
 LEAST_SEARCHED = 2
+B = TypeVar("B")
 
 
 def halves(
@@ -66,6 +67,24 @@ def certificate(
     why = too_far(confirmed, limits) or length_off(confirmed, limits)
     reason = f"on the held-out prompts, {why}" if why else ""
     return _made(at, reason, limits, cells[at], confirmed)
+
+
+def smallest(budgets: Sequence[B], passes: Callable[[B], bool]) -> B | None:
+    """The first of ascending `budgets` that passes, by bisection; None if the last one fails.
+
+    If passing is monotone, it is the smallest that passes. Otherwise it is one that passes while
+    the next smaller one fails, or the first.
+    """
+    if not passes(budgets[-1]):
+        return None
+    failing, passing = -1, len(budgets) - 1
+    while passing - failing > 1:
+        middle = (failing + passing) // 2
+        if passes(budgets[middle]):
+            passing = middle
+        else:
+            failing = middle
+    return budgets[passing]
 
 
 def too_little(

@@ -18,8 +18,7 @@ from kvfold.cache.plan import checked_budget
 from kvfold.checks.batches import ROWS, batched, rows_of
 from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, distinct, encode, encode_attack
-from kvfold.checks.measure import Attack, PromptMeasurements
-from kvfold.checks.overlap import WORDS
+from kvfold.checks.measure import WORDS, Attack, PromptMeasurements
 from kvfold.checks.prompts import CheckPrompt, prompts_of
 from kvfold.checks.reading import MethodAtBudget, reading_order
 from kvfold.checks.records import RECORDS, CheckStore

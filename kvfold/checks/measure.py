@@ -16,11 +16,11 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.spans import Span
 from kvfold.checks.distance import Distances, distances
 from kvfold.checks.encoded import EncodedPrompt
-from kvfold.checks.overlap import recall
 from kvfold.checks.reading import CompressedPrompts, MethodAtBudget, PromptReading, read_full
 from kvfold.checks.records import FULL, CheckRecord, CheckStore, FreeAnswer, PromptDistances
 from kvfold.contexts.answer import end_tokens
 from kvfold.errors import KvfoldError
+from kvfold.eval.metrics.words import marks, words
 from kvfold.eval.run.outcome import cache_usage
 from kvfold.eval.run.read_files import digests
 from kvfold.inspect.retention import heads_per_token
@@ -30,6 +30,9 @@ from kvfold.methods.base import parse
 PIECES = 3
 # Part of the memory that open readings may take, and logits of the full cache.
 SHARE = 4
+
+
+WORDS = "words of any script"  # in the protocol: other words give other numbers
 
 
 @dataclass(frozen=True)
@@ -246,3 +249,24 @@ def _as_stored(found: Distances) -> PromptDistances:
         agrees=tuple(found.agrees.tolist()),
         lost=tuple(found.lost.tolist()),
     )
+
+
+def recall(protected: str, answer: str) -> float:
+    """LCS of the words of both texts over the words of `protected`; 0 for a blank text.
+
+    A protected text without words, such as one of symbols, is compared by its characters.
+    """
+    split = words if words(protected) else marks
+    wanted, said = split(protected), split(answer)
+    return common(wanted, said) / len(wanted) if wanted else 0.0
+
+
+def common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    lengths = [0] * (len(other) + 1)
+    for word in one:
+        before = lengths[:]
+        for place, found in enumerate(other, 1):
+            same = before[place - 1] + 1 if word == found else 0
+            lengths[place] = max(same, before[place], lengths[place - 1])
+    return lengths[-1]

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
 from io import TextIOWrapper
 from itertools import pairwise
 from typing import Annotated, Any
@@ -30,7 +33,6 @@ from kvfold.cli import (
     serve,
     tasks,
 )
-from kvfold.cli.imports import takes_methods
 from kvfold.errors import KvfoldError
 from kvfold.terminal import errors
 
@@ -141,6 +143,41 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"kvfold {kvfold.__version__}")
         raise typer.Exit
+
+
+def _import(modules: list[str] | None) -> None:
+    from kvfold.methods.registry import import_methods
+
+    for module in modules or ():
+        import_methods(module)
+
+
+Modules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        callback=_import,
+        is_eager=True,
+        help="Import methods of your own: a module's name or a .py file; may be repeated.",
+    ),
+]
+
+
+def takes_methods(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the option `--import`, whose modules are imported before it runs."""
+
+    @wraps(command)
+    def importing(**options: Any) -> None:
+        del options["modules"]
+        command(**options)
+
+    own = signature(command, eval_str=True)
+    option = Parameter("modules", Parameter.KEYWORD_ONLY, default=None, annotation=Modules)
+    parameters = [*own.parameters.values(), option]
+    importing.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    importing.__annotations__ = command.__annotations__ | {"modules": Modules}
+    return importing
 
 
 app = typer.Typer(

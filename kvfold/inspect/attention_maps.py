@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.generation.reading import read_turn
-from kvfold.inspect.downsample import membership
 from kvfold.kernels.query_blocks import AttentionBlocks
 from kvfold.methods.base import Measured, Method, Stages
 from kvfold.methods.observation import Observation
@@ -167,3 +167,22 @@ class _ObserveAll(Method):
     def _everything(self, seen: Observation) -> Tensor:
         self.see(seen)
         return (seen.positions >= 0).sum(-1).amax(-1)
+
+
+def cuts(tokens: int, most: int) -> list[int]:
+    """Boundaries of at most `most` near-equal spans over `tokens`: C + 1 numbers from 0 to N."""
+    count = min(tokens, most)
+    return [tokens * i // count for i in range(count + 1)]
+
+
+def membership(tokens: int, most: int) -> Tensor:
+    """One-hot span of each token, `[N, C]`."""
+    ends = torch.tensor(cuts(tokens, most)[1:])
+    span = torch.bucketize(torch.arange(tokens), ends, right=True)
+    return torch.nn.functional.one_hot(span, len(ends))
+
+
+def means(values: Tensor, most: int) -> Tensor:
+    """Means `[C]` of `values [N]` over at most `most` spans."""
+    spans = [values[a:b] for a, b in pairwise(cuts(len(values), most))]
+    return torch.stack([span.mean() for span in spans])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.evidence import page as evidence
 from kvfold.inspect import attention_maps as maps
-from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.attention_maps import cuts, means
 from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.retention import Retention
 from kvfold.methods.stages.allocate.density import densities

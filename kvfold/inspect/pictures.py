@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.evidence.pictures import bare
 from kvfold.inspect import attention_maps as maps
-from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.attention_maps import cuts, means
 from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.kept import COLUMNS, maps_figure
 from kvfold.inspect.retention import Retention

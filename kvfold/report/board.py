@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvfold.eval.run.cell import EvalCell, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.report.names import readable
+from kvfold.evidence.grouped import grouped
+from kvfold.methods.description import without_files
 from kvfold.report.summary import ReportRow, rows
 
 Kind = Literal["overall", "group", "task"]
@@ -75,10 +77,8 @@ class Board:
     @property
     def groups(self) -> dict[str, list[str]]:
         """Task names by group."""
-        found: dict[str, dict[str, None]] = {}
-        for result in self.scored:
-            found.setdefault(result.group, {})[result.cell.task] = None
-        return {group: list(tasks) for group, tasks in found.items()}
+        tasks = dict.fromkeys((result.group, result.cell.task) for result in self.scored)
+        return grouped(tasks)
 
     def lengths(self, results: Sequence[CellResult]) -> list[int]:
         """Prompt lengths in tokens of generated samples, ascending."""
@@ -106,10 +106,8 @@ class Board:
 
 def perplexities_by_text(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     """Perplexities by text and task, as "book.txt (perplexity)": those of texts have no mean."""
-    found: dict[str, list[CellResult]] = {}
-    for result in (each for each in results if each.lower_is_better):
-        found.setdefault(sources([result]) or result.cell.task, []).append(result)
-    return found
+    losses = [result for result in results if result.lower_is_better]
+    return grouped((sources([result]) or result.cell.task, result) for result in losses)
 
 
 def haystacks(results: Sequence[CellResult]) -> str:
@@ -125,9 +123,7 @@ def sources(results: Sequence[CellResult]) -> str:
 
 def _with_tasks(named: Iterable[tuple[str, str]]) -> str:
     """Each name once, with its tasks in brackets."""
-    found: dict[str, dict[str, None]] = {}
-    for name, task in named:
-        found.setdefault(name, {})[task] = None
+    found = grouped(dict.fromkeys(named))
     return "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in found.items())
 
 
@@ -136,11 +132,10 @@ def boards(results: Sequence[CellResult]) -> list[Board]:
 
     Runs of the same cells at another seed, prompt limit or answer length have boards of their own.
     """
-    found: dict[tuple[EvaluatedModel, bool, str], list[CellResult]] = {}
-    for result in readable(results):
-        protocol = result.cell.protocol
-        key = (result.cell.subject, protocol.question_aware, protocol.history)
-        found.setdefault(key, []).append(result)
+    found = grouped(
+        ((each.cell.subject, each.cell.protocol.question_aware, each.cell.protocol.history), each)
+        for each in readable(results)
+    )
     made = [
         Board(*key, results=tuple(members), settings=settings)
         for key, group in found.items()
@@ -157,10 +152,8 @@ def _by_settings(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
         return {"": list(results)}
     settings = [_settings(cell) for cell in cells]
     alike = set(settings[0]).intersection(*settings)
-    found: dict[str, list[CellResult]] = {}
-    for own, result in zip(settings, results, strict=True):
-        found.setdefault(", ".join(one for one in own if one not in alike), []).append(result)
-    return found
+    differing = (", ".join(one for one in own if one not in alike) for own in settings)
+    return grouped(zip(differing, results, strict=True))
 
 
 def _settings(cell: EvalCell) -> tuple[str, str, str]:
@@ -190,4 +183,27 @@ def slugs(names: Sequence[str]) -> list[str]:
     return [
         one if one and made.count(one) == 1 else f"{one}-{number}".strip("-")
         for number, one in enumerate(made, 1)
+    ]
+
+
+def readable(results: Sequence[CellResult]) -> list[CellResult]:
+    """The results, their methods by the shortest names that tell methods and files apart.
+
+    `zap:file=a.safetensors` is `zap` beside no other zap, and gets its file's digest beside
+    results of another file of that name.
+    """
+    subjects = dict.fromkeys((result.cell.method, result.cell.files) for result in results)
+    short = Counter(without_files(method) for method, _ in subjects)
+    texts = Counter(method for method, _ in subjects)
+
+    def name(cell: EvalCell) -> str:
+        if short[without_files(cell.method)] == 1:
+            return without_files(cell.method)
+        known = texts[cell.method] == 1 or not cell.files
+        return cell.method if known else f"{cell.method} ({', '.join(cell.files)})"
+
+    named = [result.cell.model_copy(update={"method": name(result.cell)}) for result in results]
+    return [
+        result.model_copy(update={"cell": cell})
+        for result, cell in zip(results, named, strict=True)
     ]

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
+from kvfold.eval.run.cell import FULL, RANDOM
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.evidence.grouped import grouped
 from kvfold.loading import BUNDLED
 from kvfold.measure.machine import MachineSetup
 from kvfold.report.board import Board
@@ -138,9 +139,7 @@ def _few_samples(results: Sequence[CellResult]) -> list[str]:
         if 0 < result.samples < FEW:
             unit = _unit(result)
             least[unit] = min(least.get(unit, FEW), result.samples)
-    units: dict[int, list[str]] = {}
-    for unit, count in least.items():
-        units.setdefault(count, []).append(unit)
+    units = grouped((count, unit) for unit, count in least.items())
     return [
         f"{_listed(names)}: {count} samples; with half of them right, a mean is known to "
         f"±{100 * 1.96 * math.sqrt(0.25 / count):.0f} points"
@@ -151,14 +150,11 @@ def _few_samples(results: Sequence[CellResult]) -> list[str]:
 def _incomplete(board: Board) -> list[str]:
     """Methods without a score on some of the board's tasks."""
     units = {result.cell.reference: _unit(result) for result in board.scored}
-    present: dict[str, set[EvalCell]] = {}
-    for result in board.scored:
-        known = present.setdefault(_subject(result), set())
-        known |= {result.cell.reference} if result.score is not None else set()
-    lacking: dict[tuple[str, ...], list[str]] = {}
-    for name, known in present.items():
-        missing = tuple(unit for cell, unit in units.items() if cell not in known)
-        lacking.setdefault(missing, []).append(name)
+    present = grouped((_subject(r), r.score and r.cell.reference) for r in board.scored)
+    lacking = grouped(
+        (tuple(unit for cell, unit in units.items() if cell not in known), name)
+        for name, known in present.items()
+    )
     return [
         f"{_listed(names)}: without {_listed(missing)}; left out of frontier and ranking"
         for missing, names in lacking.items()
@@ -216,11 +212,10 @@ def _cut_off(board: Board) -> list[str]:
 
 def _by_reason(results: Sequence[CellResult], field: str) -> list[str]:
     """Counts in the results' `field`, a dictionary by reason, with the cells concerned."""
-    counts, places = Counter[str](), dict[str, list[str]]()
-    for result in results:
-        for reason, count in getattr(result, field).items():
-            counts[reason] += count
-            places.setdefault(reason, []).append(str(result.cell))
+    found = [(of, str(r.cell), count) for r in results for of, count in getattr(r, field).items()]
+    counts, places = Counter[str](), grouped((reason, cell) for reason, cell, _ in found)
+    for reason, _, count in found:
+        counts[reason] += count
     return [
         f"{count} × {reason} ({_listed(places[reason], mark='; ')})"
         for reason, count in counts.most_common()

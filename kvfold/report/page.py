@@ -9,6 +9,7 @@ from typing import Any
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.evidence import page as evidence
+from kvfold.evidence.grouped import grouped
 from kvfold.report.board import Board, titles
 from kvfold.report.caveats import board_caveats, near_guessing
 from kvfold.report.headline import headline
@@ -121,11 +122,11 @@ def _short(value: Any) -> Any:
 
 def _needles(results: Sequence[CellResult], order: list[str]) -> list[dict[str, Any]]:
     """Heatmaps per task, method and budget: scores `[depth][length]`."""
-    found: dict[tuple[str, str, str | None], list[CellResult]] = {}
-    for result in results:
-        if "depth" in result.by:
-            key = (result.cell.task, result.cell.method, result.cell.budget)
-            found.setdefault(key, []).append(result)
+    found = grouped(
+        ((result.cell.task, result.cell.method, result.cell.budget), result)
+        for result in results
+        if "depth" in result.by
+    )
     maps = []
     for (task, method, budget), own in found.items():
         lengths, depths, values = by_depth(own)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.evidence.estimates import Estimate
+from kvfold.evidence.grouped import grouped
 from kvfold.evidence.pictures import bare, plain
 from kvfold.report.board import Board
 from kvfold.report.style import COLORS, GREY, LineStyle, label
@@ -105,10 +106,11 @@ def by_depth(
     """Lengths in tokens, depths in percent, and mean scores `[depth][length]` (None if absent)."""
     lengths = sorted({r.cell.length or 0 for r in results})
     depths = sorted({float(depth) for r in results for depth in r.by["depth"]})
-    known: dict[tuple[int, float], list[float]] = {}
-    for result in results:
-        for depth, score in result.by["depth"].items():
-            known.setdefault((result.cell.length or 0, float(depth)), []).append(score.value)
+    known = grouped(
+        ((result.cell.length or 0, float(depth)), score.value)
+        for result in results
+        for depth, score in result.by["depth"].items()
+    )
     at = {key: sum(values) / len(values) for key, values in known.items()}
     return lengths, depths, [[at.get((n, depth)) for n in lengths] for depth in depths]
 

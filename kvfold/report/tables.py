@@ -13,6 +13,7 @@ from typing import Any
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
 from kvfold.evidence.estimates import Estimate
+from kvfold.evidence.grouped import grouped
 from kvfold.methods.description import shortest
 from kvfold.report.board import Board, BoardView, titles
 from kvfold.report.caveats import board_caveats
@@ -124,9 +125,7 @@ def by_budget(shown: Sequence[ReportRow], lower: bool = False) -> list[ReportRow
 
     Rows that lack tasks come after the others of their budget: their means are over other tasks.
     """
-    sizes: dict[str | None, list[float]] = {}
-    for row in shown:
-        sizes.setdefault(row.budget, []).append(row.kept_nominal or row.bytes_ratio or 0.0)
+    sizes = grouped((row.budget, row.kept_nominal or row.bytes_ratio or 0.0) for row in shown)
     order = sorted(sizes, key=lambda b: (b is not None, -sum(sizes[b]) / len(sizes[b])))
 
     def rank(row: ReportRow) -> tuple[int, bool, float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from kvfold.bench import kvpress, kvpress_client
+from kvfold.bench import kvpress
 from kvfold.bench import participants as sides
 from kvfold.bench.models import BenchModel
 from kvfold.generation.static import decode as static_decode
@@ -49,7 +49,7 @@ def stand_in(
     """A peer's process that answers without doing anything."""
     script = tmp_path / "peer.py"
     script.write_text(STAND_IN)
-    monkeypatch.setattr(kvpress_client, "SCRIPT", script)
+    monkeypatch.setattr(kvpress, "SCRIPT", script)
     monkeypatch.setattr(kvpress, "can_measure", lambda: False)
     last = sorted(subject.model.named_parameters())[-1][1].detach()
     monkeypatch.setenv("CHECK", json.dumps(last.flatten()[:8].double().tolist()))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvfold.checks.bisection import smallest
+from kvfold.checks.certify import smallest
 
 BUDGETS = [number / 40 for number in range(1, 38)]
 

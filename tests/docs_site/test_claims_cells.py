@@ -23,7 +23,7 @@ def columns(table: str) -> dict[tuple[str, str], str]:
 @pytest.mark.whole
 def test_every_cell_of_the_records_is_shown():
     steps = bench.steps(bench.load()[1])
-    shown = list(bench.claims_cells.tables(bench.RECORDS, steps))
+    shown = list(bench.tables(bench.RECORDS, steps))
     ran = [step for step in steps if (bench.RECORDS / step / "records.jsonl").exists()]
     assert len(shown) == len(ran) == 10
     for step, table in zip(ran, shown, strict=True):
@@ -39,7 +39,7 @@ def test_every_cell_of_the_records_is_shown():
 
 
 def test_a_cell_has_the_scores_of_all_tasks_and_the_mean_part_kept():
-    (table,) = bench.claims_cells.tables(bench.RECORDS, ["simlayerkv", "never_run"])
+    (table,) = bench.tables(bench.RECORDS, ["simlayerkv", "never_run"])
     assert "points in noise / points in the novel (part kept)." in table
     cells = columns(table)
     assert cells["simlayerkv:window=128", "no budget"] == "47.5 / 27.5 (0.74)"

@@ -12,10 +12,10 @@ from kvfold.inspect.attention_maps import (
     MOST,
     SINKS,
     THRESHOLDS,
+    cuts,
     lazy_window,
     watch_attention,
 )
-from kvfold.inspect.downsample import cuts
 from tests.helpers.inspected import TOKENS, dense, ids
 from tests.helpers.models import build
 from tests.helpers.operations import LargestTensor

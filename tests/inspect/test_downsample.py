@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.attention_maps import cuts, means
 
 
 def test_spans_are_even_and_their_means_are_the_whole_s() -> None:

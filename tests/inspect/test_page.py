@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvfold
-from kvfold.inspect.attention_maps import CELLS, LayerAttention, watch_attention
-from kvfold.inspect.downsample import means
+from kvfold.inspect.attention_maps import CELLS, LayerAttention, means, watch_attention
 from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.page import contents, page
 from kvfold.inspect.retention import Retention, measure_retention

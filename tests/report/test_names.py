@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.report.board import boards
-from kvfold.report.names import readable
+from kvfold.report.board import boards, readable
 from kvfold.report.tables import markdown
 from tests.helpers.reports import made
 

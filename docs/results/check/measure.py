@@ -30,8 +30,7 @@ from transformers import (
 from docs.generate import check_page as page
 from docs.generate import compact_samples
 from kvfold.checks.batches import batched
-from kvfold.checks.bisection import smallest
-from kvfold.checks.certify import halves, too_far
+from kvfold.checks.certify import halves, smallest, too_far
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.measure import PromptMeasurements
 from kvfold.checks.reading import MethodAtBudget, reading_order

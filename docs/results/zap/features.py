@@ -24,11 +24,9 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.fitted.fitting.features import PROJECTIONS, Features
-from kvfold.fitted.fitting.held_out import BUDGETS, HeldOut, compare, mean_of
+from kvfold.fitted.fitting.features import PROJECTIONS, Features, RidgeSums
 from kvfold.fitted.fitting.passages import drawn
-from kvfold.fitted.fitting.scorer import PENALTIES, parts_of
-from kvfold.fitted.fitting.sums import RidgeSums
+from kvfold.fitted.fitting.scorer import BUDGETS, PENALTIES, HeldOut, compare, mean_of, parts_of
 from kvfold.fitted.fitting.target import ScoredText, scored, target_method
 from kvfold.loading import Loading, load
 

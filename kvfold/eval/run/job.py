@@ -10,8 +10,10 @@ from functools import cache
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import TRUNCATED, EvalCell
+from kvfold.eval.run.cell import FULL, TRUNCATED, EvalCell
 from kvfold.eval.run.outcome import BatchOutcome, attempt
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.question_agnostic import run_question_agnostic
@@ -19,8 +21,9 @@ from kvfold.eval.run.question_aware import run_question_aware
 from kvfold.eval.run.read_files import check_unchanged
 from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, sample_digest
 from kvfold.eval.run.streaming import run_streaming
-from kvfold.eval.run.truncated import as_whole_context, context_room
 from kvfold.eval.tasks import Task, TaskSample, UnreadableSample, tasks
+from kvfold.evidence.grouped import grouped
+from kvfold.generation.reading import read_turn
 from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
 from kvfold.measure.machine import MachineSetup, commit
@@ -69,13 +72,13 @@ class EvalJob:
 
     def without(self, done: Set[tuple[EvalCell, int]]) -> list[EvalJob]:
         """Jobs without these samples of cells; cells that lack the same samples stay together."""
-        missing: dict[tuple[int, ...], list[EvalCell]] = {}
-        for cell in self.cells:
-            if numbers := tuple(i for i in self.samples if (cell, i) not in done):
-                missing.setdefault(numbers, []).append(cell)
+        missing = grouped(
+            (tuple(i for i in self.samples if (cell, i) not in done), cell) for cell in self.cells
+        )
         return [
             EvalJob({i: self.samples[i] for i in numbers}, tuple(cells))
             for numbers, cells in missing.items()
+            if numbers
         ]
 
 
@@ -191,11 +194,43 @@ def _truncated(
     aware: bool,
 ) -> list[SampleOutcome]:
     """Outcomes of a full cache on contexts truncated to the cell's budget."""
-    shorter = [each.truncated(context_room(model, each, cell, aware)) for each in prompts]
+    shorter = [each.truncated(_context_room(model, each, cell, aware)) for each in prompts]
     ((_, outcomes),) = run(model, shorter, [cell.reference], task)
     if isinstance(outcomes, Exception):
         raise outcomes
-    return [as_whole_context(*each) for each in zip(prompts, shorter, outcomes, strict=True)]
+    return [_as_whole_context(*each) for each in zip(prompts, shorter, outcomes, strict=True)]
+
+
+def _context_room(model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, aware: bool) -> int:
+    """Context tokens that fit into the cell's budget; if `aware`, next to the question's tokens."""
+    assert cell.budget is not None
+    asked = prompt.tokens_after()[0] if aware else 0
+    budget = Budget.of(cell.budget)
+    if budget.kind == "bytes":
+        cache = CompressedCache(model, FULL)
+        read_turn(model, cache, prompt.ids[:, :1].to(model.device))
+        return int(budget.amount) // cache.stats().nbytes_full - asked
+    return budget.per_layer(prompt.ids.shape[1] + asked, 1, 1, 1, 1) - asked
+
+
+def _as_whole_context(
+    whole: SamplePrompt, shorter: SamplePrompt, outcome: SampleOutcome
+) -> SampleOutcome:
+    """A full cache's outcome on the `shorter` prompt, with sizes relative to the `whole` one."""
+    held, left_out = outcome.held, shorter.left_out - whole.left_out
+    longer = (held.seen + left_out) / held.seen
+    update = {
+        "seen": held.seen + left_out,
+        "kept": held.kept / longer,
+        "kept_per_layer": tuple(kept / longer for kept in held.kept_per_layer),
+        "nbytes_full": round(held.nbytes_full * longer),
+    }
+    update = {
+        "held": held.model_copy(update=update),
+        "tokens": whole.tokens,
+        "left_out": whole.left_out,
+    }
+    return outcome.model_copy(update=update)
 
 
 def _with_peak(model: PreTrainedModel, outcome: SampleOutcome, before: int) -> SampleOutcome:

@@ -24,6 +24,7 @@ from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.read_files import digests
 from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
+from kvfold.evidence.grouped import grouped
 from kvfold.methods.base import parse
 
 T = TypeVar("T")
@@ -177,11 +178,10 @@ class EvalPlan:
 
         Cells that cannot share a reading, or are many, get jobs of their own, for other workers.
         """
-        lacking: dict[tuple[EvalCell, ...], dict[int, TaskSample | UnreadableSample]] = {}
-        for index, sample in enumerate(each.samples):
-            missing = tuple(cell for cell in cells if (cell, index) not in done)
-            if missing:
-                lacking.setdefault(missing, {})[index] = sample
+        lacking = grouped(
+            (tuple(cell for cell in cells if (cell, index) not in done), (index, sample))
+            for index, sample in enumerate(each.samples)
+        )
         size = self.batch_size if each.in_batches else 1
         for missing, samples in lacking.items():
             groups = [
@@ -189,7 +189,7 @@ class EvalPlan:
                 for alike in each.reading_together(missing)
                 for part in _pieces(alike, max(MOST_RESULTS // size, 1))
             ]
-            for batch in _pieces(list(samples.items()), size):
+            for batch in _pieces(samples, size):
                 yield from (EvalJob(dict(batch), group) for group in groups)
 
 

@@ -15,7 +15,6 @@ from kvfold.contexts.answer import Reply, end_tokens
 from kvfold.contexts.chat import Chat
 from kvfold.contexts.context import Context, check_reusable
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.likelihood import at_once
 from kvfold.eval.run.outcome import (
     BatchOutcome,
     attempt,
@@ -27,6 +26,7 @@ from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.prompt_batch import PromptBatch, limits_of, replies
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
+from kvfold.eval.run.streaming import at_once
 from kvfold.eval.tasks import Task
 from kvfold.generation.reading import read_on, read_turn
 from kvfold.measure.clock import synchronize

@@ -13,6 +13,7 @@ from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import EvalPlan
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, Task, UnreadableSample, tasks
+from kvfold.evidence.grouped import grouped
 from kvfold.evidence.outputs import check_apart, check_own
 from kvfold.evidence.records import RecordFile
 from kvfold.jobs.executor import RunJobs
@@ -84,13 +85,11 @@ def summarize(samples: list[SampleResult], cells: Iterable[EvalCell] = ()) -> li
 
     Raises KvfoldError for an unknown task.
     """
-    by_cell: dict[EvalCell, list[SampleResult]] = {cell: [] for cell in cells}
-    for sample in counted(samples):
-        by_cell.setdefault(sample.cell, []).append(sample)
+    by_cell = grouped((sample.cell, sample) for sample in counted(samples))
     return [
-        cell_result(_task(cell), cell, own, by_cell.get(cell.reference, []))
-        for cell, own in by_cell.items()
-        if own
+        cell_result(_task(cell), cell, by_cell[cell], by_cell.get(cell.reference, []))
+        for cell in dict.fromkeys([*cells, *by_cell])
+        if cell in by_cell
     ]
 
 

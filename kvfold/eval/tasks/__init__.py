@@ -38,6 +38,7 @@ from kvfold.eval.tasks.base import (
     TaskSample,
     UnreadableSample,
 )
+from kvfold.evidence.grouped import grouped
 
 __all__ = [
     "NoData", "Question", "SampleRequest", "Task", "TaskSample", "UnreadableSample", "families",
@@ -94,10 +95,7 @@ def _members(loaded: object) -> dict[str, Task]:
 
 def families() -> dict[str, list[Task]]:
     """Tasks by benchmark."""
-    found: dict[str, list[Task]] = {}
-    for task in tasks().values():
-        found.setdefault(task.benchmark, []).append(task)
-    return found
+    return grouped((task.benchmark, task) for task in tasks().values())
 
 
 def select(names: Iterable[str]) -> list[Task]:

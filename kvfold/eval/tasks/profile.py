@@ -17,8 +17,26 @@ from kvfold.eval.metrics.ruler import string_match_part
 from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, by_answers
 from kvfold.eval.tasks.generated import fitted, number
 from kvfold.eval.tasks.haystack import Haystack
-from kvfold.eval.tasks.profile_fields import FIELDS
 from kvfold.eval.tasks.ruler_niah import in_essay
+
+# Fields of a profile and their values: words that RULER's noise does not hold.
+FIELDS = {
+    "best friend": "Alice Tom Mary Peter James Emma David Laura Paul Sarah Mark Helen",
+    "last name": "Smith Brown Taylor Wilson Clark Baker Carter Cooper Turner Parker Bailey Murphy",
+    "home town": "Paris London Rome Berlin Madrid Vienna Boston Chicago Tokyo Dublin Athens Moscow",
+    "country of birth": "Spain Italy Japan Brazil Egypt India Canada Mexico Norway Poland Greece",
+    "car brand": "Ford Toyota Honda Fiat Volvo Tesla Mazda Nissan Porsche Audi Chevrolet Jaguar",
+    "password": "anchor basket blanket bridge candle castle diamond engine garden hammer island",
+    "day off": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    "favorite month": "January February March April June July August October November December",
+    "favorite color": "purple orange black white brown pink silver golden violet",
+    "favorite flower": "rose tulip lily daisy sunflower orchid iris lavender",
+    "favorite drink": "tea coffee milk water juice wine beer cocoa",
+    "breakfast": "pizza soup rice bread cheese fish pasta cake salad pancakes",
+    "pet": "dog cat horse rabbit parrot goat monkey duck snake turtle tiger",
+    "musical instrument": "piano guitar violin drum flute harp trumpet banjo cello",
+    "shoe size": "36 37 38 39 40 41 42 43 44 45 46",
+}
 
 QUESTIONS = 8
 # A phone number takes at most 7 tokens, one per digit.
@@ -56,7 +74,7 @@ def _filled(template: str, field: str, value: str = "") -> str:
 
 def facts(rng: random.Random) -> dict[str, str]:
     """A random value for every field, in random order."""
-    drawn = {field: rng.choice(values) for field, values in FIELDS.items()}
+    drawn = {field: rng.choice(values.split()) for field, values in FIELDS.items()}
     drawn["phone number"] = number(rng)
     return dict(rng.sample(list(drawn.items()), len(drawn)))
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.base import Question, SampleRequest, TaskSample
-from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.haystack_size import largest_haystack
+from kvfold.eval.tasks.generated import fitted, largest_haystack
 
 NAMES = 5
 LEAST = 5

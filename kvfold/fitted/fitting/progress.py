@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
-from kvfold.fitted.fitting.features import Features
-from kvfold.fitted.fitting.sums import RidgeSums
+from kvfold.fitted.fitting.features import Features, RidgeSums
 from kvfold.hf.header import digest
 from kvfold.hf.identity import model_header
 from kvfold.reading import stable_path

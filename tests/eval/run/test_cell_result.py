@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.eval.run.cell_result import cell_result
+from kvfold.eval.run.cell_result import PERPLEXITY, cell_result
 from kvfold.eval.run.run_folder import samples_file, summarize
 from kvfold.eval.run.sample_result import SampleResult
-from kvfold.eval.run.statistics import PERPLEXITY
 from kvfold.eval.tasks import tasks
 from tests.helpers.eval_results import cell, lines, scored, text
 from tests.helpers.evaluation import HELD, outcome

@@ -11,7 +11,7 @@ import torch
 
 import kvfold
 from kvfold.cache.fork import fork
-from kvfold.eval.run.likelihood import at_once, token_by_token
+from kvfold.eval.run.streaming import at_once, token_by_token
 from kvfold.eval.tasks import Question
 from kvfold.hf.models import read_tokens
 from tests.helpers.evaluation import Setting, book, surprise, words

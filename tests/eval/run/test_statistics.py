@@ -10,7 +10,7 @@ import statistics
 import pytest
 from scipy.stats import binomtest
 
-from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
+from kvfold.eval.run.cell_result import PERPLEXITY, breakdown, difference, estimate
 from tests.helpers.eval_results import cell, lines, text
 from tests.helpers.evaluation import outcome
 

@@ -9,8 +9,7 @@ import re
 import pytest
 
 from kvfold.eval.tasks.base import Question
-from kvfold.eval.tasks.profile import FORM, SENTENCES, facts
-from kvfold.eval.tasks.profile_fields import FIELDS
+from kvfold.eval.tasks.profile import FIELDS, FORM, SENTENCES, facts
 from kvfold.eval.tasks.ruler_wording import NOISE
 from tests.helpers.tasks import ALL, made
 

@@ -9,8 +9,7 @@ import pytest
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import families, select
-from kvfold.eval.tasks.generated import tokens
-from kvfold.eval.tasks.haystack_size import largest_haystack
+from kvfold.eval.tasks.generated import largest_haystack, tokens
 from tests.helpers.tasks import ALL, count, made
 
 # Tasks that hide answers in one context; the others have files of their own.

@@ -18,10 +18,8 @@ import kvfold
 from kvfold import KvfoldError
 from kvfold.fitted.file import read_scorer_file
 from kvfold.fitted.fitting import scorer as fitting
-from kvfold.fitted.fitting.features import Features
-from kvfold.fitted.fitting.held_out import BUDGETS, compare
-from kvfold.fitted.fitting.scorer import fit_scorer, parts_of
-from kvfold.fitted.fitting.sums import RidgeSums
+from kvfold.fitted.fitting.features import Features, RidgeSums
+from kvfold.fitted.fitting.scorer import BUDGETS, compare, fit_scorer, parts_of
 from kvfold.fitted.fitting.target import LEAST, ScoredText, scored, target_method
 from kvfold.fitted.of_model import read_fitted
 from kvfold.methods.stages.score.learned import Scorer

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvfold.evidence.bootstrap import (
+from kvfold.checks.summary import (
     RESAMPLES,
     bootstrapped,
     exp_mean_of,
