@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import matplotlib
 import numpy as np
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from scipy import stats
 
-from docs.generate.made import RESULTS
+from docs.generate.made import RESULTS, table, with_parts
+from kvfold.evidence.grouped import grouped
 from kvfold.methods.description import shortest
 from kvfold.report.style import COLORS
 
@@ -27,41 +29,15 @@ BELOW = 0.05  # nats: the mean KL of a certificate
 
 EVERYTHING = 90.0  # points: cells that lose so many are also ranked alone
 FEWEST = 5  # methods of an interval
-HEAD = """\
-# The check beside scores
-
-`kvfold check` knows no labels. Here its mean KL stands beside the points that each method lost at
-each budget, on samples of the [leaderboard](../README.md), read by both: one model,
-SmolLM2-135M-Instruct.
-
-```
-python -m docs.results.check.measure MODEL BOOK OUT
-```
-
-| task | tokens | compressed | prompts | cells of methods | Spearman (95 %) | of those that lose 90 | lost at KL ≤ 0.05 | lost at KL > 0.05 |
-| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-"""  # noqa: E501
-CORRELATION = """
-A **cell** is a method at a budget. **Spearman** is the rank correlation of the mean KL with the
-points lost, over cells; its interval is bootstrapped over methods, if there are five or more, as a
-method's budgets are not independent. **Of those that lose 90**: the same over cells that lose 90
-points or more, with their number. **Lost** are points against the full cache, a mean over the cells
-with such a KL, whose number follows in brackets. In rows of all tasks, a cell's KL and loss are
-means over the tasks.
-
-![mean KL against points lost](kl-against-points.svg)
-
-## Certificates
-
-The prompts of each task are split into random halves. On one half the smallest budget is searched
-whose KL is within the limits, and is confirmed on the other, as `kvfold check` does, of the budgets
-of the leaderboard. A certificate **holds** if the confirming half loses at most 2 points: one answer
-is 5 points or more of a half, so none may be lost. All splits are of the same few prompts: **always
-hold** counts the methods of which every certificate holds.
-
-| task | tokens | compressed | half | methods certified in any split | always hold | method × split | hold | largest loss |
-| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-"""  # noqa: E501
+SCORES = (
+    "task", "tokens", "compressed", "prompts", "cells of methods", "Spearman (95 %)",
+    "of those that lose 90", "lost at KL ≤ 0.05", "lost at KL > 0.05",
+)  # fmt: skip
+CERTIFICATES = (
+    "task", "tokens", "compressed", "half", "methods certified in any split", "always hold",
+    "method × split", "hold", "largest loss",
+)  # fmt: skip
+TEXTS = 0, 2  # of the columns
 
 
 class Work(BaseModel):
@@ -124,16 +100,22 @@ def load(out: Path = OUT) -> tuple[list[Cell], list[Certified]]:
 
 
 def text(cells: Sequence[Cell], certified: Sequence[Certified]) -> str:
-    """The page."""
-    rows, held = [], []
-    for work, own in [*_by_work(cells), *_by_work(pooled(cells))]:
-        rows.append(f"| {_named(work)} | {_correlated(own)} |\n")
-    for work, own in _by_work(cells):
-        all_held = [each for each in certified if _work(each) == work]
-        methods = len({each.method for each in own})
-        half = f"{own[0].prompts - own[0].prompts // 2}"
-        held.append(f"| {_named(work)} | {half} | {_confirmed(all_held, methods)} |\n")
-    return HEAD + "".join(rows) + CORRELATION + "".join(held) + _rarely(certified)
+    """The page, whose prose is written by hand, with the tables of these records."""
+    splits = _by_work(certified)
+    scores = [
+        [*_named(work), *_correlated(own)]
+        for part in (cells, pooled(cells))
+        for work, own in _by_work(part).items()
+    ]
+    held = [
+        [*_named(work), *_confirmed(splits.get(work, []), own)]
+        for work, own in _by_work(cells).items()
+    ]
+    parts = {
+        "scores": table(SCORES, scores, TEXTS),
+        "certificates": "\n\n".join([table(CERTIFICATES, held, TEXTS), *_rarely(splits)]),
+    }
+    return with_parts(OUT / PAGE, "check_page", parts)
 
 
 def picture(cells: Sequence[Cell]) -> Figure:
@@ -143,7 +125,7 @@ def picture(cells: Sequence[Cell]) -> Figure:
     titles = ("before the question is known", "with the question in view")
     tasks = list(dict.fromkeys(each.task for each in cells))
     for panel, aware, title in zip(panels, (False, True), titles, strict=True):
-        for work, own in _by_work(cells):
+        for work, own in _by_work(cells).items():
             if work.question_aware == aware:
                 kl = [max(each.mean_kl, 1e-6) for each in own]
                 number = tasks.index(work.task)
@@ -198,7 +180,7 @@ def _rank_correlation(values: NDArray[np.float64]) -> float:
     return float(stats.spearmanr(*values.T).statistic)
 
 
-def _correlated(cells: Sequence[Cell]) -> str:
+def _correlated(cells: Sequence[Cell]) -> list[str]:
     value, low, high = spearman(cells)
     methods = len({each.method for each in cells})
     interval = f" ({low:.2f} to {high:.2f})" if methods >= FEWEST else ""
@@ -207,59 +189,56 @@ def _correlated(cells: Sequence[Cell]) -> str:
     within = [each.lost for each in cells if each.mean_kl <= BELOW]
     above = [each.lost for each in cells if each.mean_kl > BELOW]
     lost = [f"{np.mean(each):.1f} ({len(each)})" if each else "" for each in (within, above)]
-    row = [str(cells[0].prompts), f"{len(cells)} of {methods}", f"{value:.2f}{interval}"]
-    return _signed(" | ".join([*row, among.replace("nan", "–"), *lost]))
+    counts = [str(cells[0].prompts), f"{len(cells)} of {methods}"]
+    return [*counts, *_signed([f"{value:.2f}{interval}", among.replace("nan", "–"), *lost])]
 
 
-def _confirmed(certified: Sequence[Certified], methods: int) -> str:
+def _confirmed(certified: Sequence[Certified], cells: Sequence[Cell]) -> list[str]:
+    methods, half = len({each.method for each in cells}), -(-cells[0].prompts // 2)
     if not certified:
-        return f"0 of {methods} |  | 0 |  | "
+        return [f"{half}", f"0 of {methods}", "", "0", "", ""]
     lost = [each.lost for each in certified]
     held = np.mean([each <= MOST_LOST for each in lost])
     shares = _held(certified)
     always = sum(share == 1 for share in shares.values())
-    row = [f"{len(shares)} of {methods}", f"{always} of {len(shares)}", str(len(lost))]
-    return _signed(" | ".join([*row, f"{held:.1%}", f"{max(lost):.1f}"]))
+    counts = [f"{half}", f"{len(shares)} of {methods}", f"{always} of {len(shares)}"]
+    return [*counts, str(len(lost)), *_signed([f"{held:.1%}", f"{max(lost):.1f}"])]
 
 
 def _held(certified: Sequence[Certified]) -> dict[str, float]:
     """The share of a method's certificates that hold."""
-    names = dict.fromkeys(each.method for each in certified)
-    return {
-        name: float(np.mean([one.lost <= MOST_LOST for one in certified if one.method == name]))
-        for name in names
-    }
+    found = grouped((each.method, each.lost <= MOST_LOST) for each in certified)
+    return {name: float(np.mean(held)) for name, held in found.items()}
 
 
-def _rarely(certified: Sequence[Certified]) -> str:
+def _rarely(splits: Mapping[Work, Sequence[Certified]]) -> Iterator[str]:
     """Methods that do not always hold, the worst first, task by task."""
-    lines = []
-    for work in dict.fromkeys(map(_work, certified)):
-        shares = _held([each for each in certified if _work(each) == work])
-        worst = sorted((share, name) for name, share in shares.items() if share < 1)
+    for work, certified in splits.items():
+        worst = sorted((share, name) for name, share in _held(certified).items() if share < 1)
         if worst:
             told = ", ".join(f"`{shortest(name)}` {share:.0%}" for share, name in worst)
-            lines.append(f"\n{_named(work).replace(' | ', ', ')}, not always: {told}.\n")
-    return "".join(lines)
+            yield f"{', '.join(_named(work))}, not always: {told}."
 
 
-def _by_work(cells: Sequence[Cell]) -> Iterator[tuple[Work, list[Cell]]]:
-    for work in dict.fromkeys(map(_work, cells)):
-        yield work, [each for each in cells if _work(each) == work]
+W = TypeVar("W", bound=Work)
+
+
+def _by_work(each: Iterable[W]) -> dict[Work, list[W]]:
+    return grouped((_work(one), one) for one in each)
 
 
 def _work(of: Work) -> Work:
     return Work(task=of.task, length=of.length, question_aware=of.question_aware)
 
 
-def _named(work: Work) -> str:
+def _named(work: Work) -> tuple[str, str, str]:
     how = "with the question" if work.question_aware else "before it is known"
     task = "all tasks" if work.task == ALL else f"`{work.task}`"
-    return f"{task} | {work.length or ''} | {how}"
+    return task, f"{work.length or ''}", how
 
 
-def _signed(row: str) -> str:
-    return row.replace("-", "−")
+def _signed(numbers: Sequence[str]) -> list[str]:
+    return [number.replace("-", "−") for number in numbers]
 
 
 def _short(record: Work) -> str:

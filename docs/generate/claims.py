@@ -2,7 +2,7 @@
 """The page on the papers' claims, from the records: `python -m docs.generate.claims`.
 
 `docs/results/claims/claims.toml` lists the claims, `docs/results/claims/run.sh` makes the records
-of docs/results/claims, and this writes docs/claims.md. No number of the page is typed by hand.
+of docs/results/claims, and this writes what docs/claims.md says of them, between its marks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from docs.generate.claims_evidence import (
     RuleKind,
     rounded,
 )
-from docs.generate.made import DOCS, RESULTS, table
+from docs.generate.made import DOCS, RESULTS, table, with_parts
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.load import load_results
 
@@ -51,59 +51,12 @@ VERDICTS = ("reproduced", IN_PART, "undecided", "not reproduced", NOT_RUN, OUT_O
 NO_BUDGET = "no budget"
 
 
-HEAD = """\
-# Claims of five papers
-
-Central claims of the papers behind PyramidKV, KVzip, D2O, SimLayerKV and DBudgetKV, and what came
-of them on SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads). It is far smaller than the
-papers' models, and its texts are shorter: a claim that fails here may hold there.
-
-A claim has one or more tests, each with a rule for the 95 % interval of a mean. A test is
-
-- *reproduced* if the whole interval lies where the rule says;
-- *not reproduced* if the whole interval lies elsewhere;
-- *undecided* if it lies on both sides, which is no sign of equality.
-
-A claim whose tests have several verdicts is *in part* reproduced if at least one of them is, else
-not reproduced. That something is the best is not reproduced as soon as one test is not. Rules were
-set before the runs, those on layers after a look at one passage. **†** marks the exceptions: test
-or rule are newer than the run, made when the claims were compared with the papers once more.
-**‡**: the place in the paper could not be looked up.
-
-Differences are paired by sample, as in [evaluation](evaluation.md), and rounded once. Points are
-means over RULER's two needles at 1024 tokens, in noise and in a novel, 40 samples of each, if no
-other task is named; a needle counts if the answer has all its digits. Of 80 samples a single one
-that differs gives −1.3 (−6.8 to 3.4): "within ± 5" is met only where none does, and "above −5" is
-not if one is lost and none gained. "Within ± 5" was ± 10 for PyramidKV when its runs began, for no
-stated reason. Whatever was run is in [every cell](#every-cell).
-
-Each step goes on where it stopped, and this page is made from its records. `BOOK` is a text file
-(Project Gutenberg's 84), `BOOKS` a folder of novels; records name the commit, so commit first.
-
+COMMAND = """\
 ```
 make real
 STEPS="{steps}" docs/results/claims/run.sh BOOK BOOKS
 python -m docs.generate.claims
-```
-"""
-LAYERS = """\
-![statistics over layers](results/claims/layers/layers.png)
-
-Each line is the mean over passages of novels, the band goes from the lowest to the highest passage.
-"""
-THRESHOLDS = """\
-![score and entries kept over the threshold](results/claims/thresholds.svg)
-
-SimLayerKV trims a layer if more than the threshold of the last query's attention is on sinks and
-recent tokens. DBudgetKV evicts until the norm of the newest query's attention has fallen by the
-threshold. Both are means over the two needles, 80 samples, with the question in view.
-"""
-CELLS = """\
-## Every cell
-
-What was run, also where no test compares it; baselines (`random`, `streaming_llm`, `cut`, `full`)
-run with each step. Steps without a table were not run yet.
-"""
+```"""
 
 
 @dataclass(frozen=True)
@@ -211,40 +164,38 @@ def steps(claims: list[Claim]) -> list[str]:
 
 
 def page(records: Path = RECORDS, path: Path = CLAIMS) -> str:
-    """The page in Markdown."""
+    """The page in Markdown: its prose, which is written by hand, and what the records say."""
     systems, claims = load(path)
     needed = steps(claims)
-    parts = [HEAD.format(steps=" ".join(needed)), _summary(systems, claims, records)]
-    if (records / LAYERS_STEP / "layers.png").exists():
-        parts.append(LAYERS)
-    if (records / claims_curves.FILE).exists():
-        parts.append(THRESHOLDS)
-    for name, system in systems.items():
-        own = [claim for claim in claims if claim.system == name]
-        parts.append(_section(name, system, own, records))
-    return "\n".join([*parts, CELLS, *tables(records, needed)])
+    of = {name: [claim for claim in claims if claim.system == name] for name in systems}
+    sections = [_section(name, system, of[name], records) for name, system in systems.items()]
+    parts = {
+        "run": COMMAND.format(steps=" ".join(needed)),
+        "verdicts": _summary(of, records),
+        "systems": "\n\n".join(sections),
+        "cells": "\n\n".join(tables(records, needed)),
+    }
+    return with_parts(PAGE, "claims", parts)
 
 
-def _summary(systems: Mapping[str, System], claims: list[Claim], records: Path) -> str:
+def _summary(systems: Mapping[str, Sequence[Claim]], records: Path) -> str:
     lines = []
-    for system in systems:
-        counted = Counter(claim.verdict(records) for claim in claims if claim.system == system)
-        lines.append([f"[{system}](#{system.lower()})", *(str(counted[v]) for v in VERDICTS)])
-    return table(["system", *VERDICTS], lines) + "\n"
+    for name, claims in systems.items():
+        counted = Counter(claim.verdict(records) for claim in claims)
+        lines.append([f"[{name}](#{name.lower()})", *(str(counted[v]) for v in VERDICTS)])
+    return table(["system", *VERDICTS], lines)
 
 
 def _section(name: str, system: System, claims: list[Claim], records: Path) -> str:
-    lines = [
-        f"## {name}",
-        "",
-        f'{system.paper}. `STEPS="{" ".join(steps(claims))}" {RUN} BOOK BOOKS`',
-        "",
-        *([system.note, ""] if system.note else []),
-        table(COLUMNS, [line for claim in claims for line in claim.rows(records)]),
-    ]
     remarks = ((claim.says, claim.remark(records)) for claim in claims)
-    reasons = [f"- **{says}**: {remark}" for says, remark in remarks if remark]
-    return "\n".join([*lines, "", *reasons, *([""] if reasons else [])])
+    parts = [
+        f"## {name}",
+        f'{system.paper}. `STEPS="{" ".join(steps(claims))}" {RUN} BOOK BOOKS`',
+        system.note,
+        table(COLUMNS, [line for claim in claims for line in claim.rows(records)]),
+        "\n".join(f"- **{says}**: {remark}" for says, remark in remarks if remark),
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def tables(records: Path, steps: Sequence[str]) -> Iterator[str]:
@@ -264,7 +215,7 @@ def _table(step: str, results: Sequence[CellResult]) -> str:
     tasks = list(dict.fromkeys(result.cell.task for result in results))
     rows = [[f"`{method}`", *_scores(each, budgets, tasks)] for method, each in cells.items()]
     told = f"{' / '.join(UNITS.get(task, task) for task in tasks)} (part kept)."
-    return f"### {step}\n\n{told}\n\n{table(['method', *budgets], rows)}\n"
+    return f"### {step}\n\n{told}\n\n{table(['method', *budgets], rows)}"
 
 
 def _scores(

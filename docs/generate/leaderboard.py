@@ -94,4 +94,4 @@ def _classes(text: str) -> frozenset[type[Method]]:
 
 def _table(rows: Sequence[ReportRow]) -> str:
     picked = [COLUMNS.index(name) for name in SHOWN]
-    return table(SHOWN, [[cells(row)[i] for i in picked] for row in rows], left=2)
+    return table(SHOWN, [[cells(row)[i] for i in picked] for row in rows], left=range(2))

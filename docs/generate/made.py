@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +22,12 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int | None = None) -> str:
-    """A Markdown table. The first `left` columns are to the left, the others to the right."""
-    right = 0 if left is None else len(columns) - left
-    rule = ["---"] * (len(columns) - right) + ["---:"] * right
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] | None = None
+) -> str:
+    """A Markdown table; all columns but those numbered `left` are to the right, if it is given."""
+    every = range(len(columns))
+    rule = ["---" if left is None or number in left else "---:" for number in every]
     return "\n".join(row(*cells) for cells in (columns, rule, *rows))
 
 
@@ -51,6 +53,14 @@ def with_part(page: str, begin: str, made: str) -> str:
     if not (found and end):
         raise ValueError(f"the page lacks the lines {begin} and {END}")
     return f"{before}{begin}\n\n{made}\n\n{END}{after}"
+
+
+def with_parts(page: Path, maker: str, parts: Mapping[str, str]) -> str:
+    """The text of `page` with what `maker`, a module of this folder, made; prose stays."""
+    text = page.read_text("utf-8")
+    for name, made in parts.items():
+        text = with_part(text, f"<!-- made by docs/generate/{maker}.py: {name} -->", made)
+    return text
 
 
 def write_part(page: Path, begin: str, made: str) -> None:

@@ -113,4 +113,4 @@ def table(shown: Sequence[ReportRow], columns: Mapping[str, Column]) -> str:
     """A Markdown table of these columns; numbers are to the right."""
     named = sum(title in ("method", "budget") for title in columns)
     rows = [[cell(row) for cell in columns.values()] for row in shown]
-    return made.table([*columns], rows, named)
+    return made.table([*columns], rows, range(named))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/results/README.md and the first lines of README.md, made from the records alone."""
+"""Parts of docs/results/README.md, and the first lines of README.md, from the records alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from docs.generate import needle_rows, real_picture
-from docs.generate.made import and_list, table, with_part
+from docs.generate.made import RESULTS, and_list, table, with_part, with_parts
 from docs.generate.needle_rows import CORE, core
 from docs.generate.real_headline import MODEL, harder, summary
 from kvfold.eval.run.cell import FULL
@@ -31,45 +31,10 @@ NAMES = {task: name for (task, _), name in CORE.items()} | {
     "profile_form": "form",
     "profile_conversation": "conversation",
 }
-READING = """\
-- **Before the question is known**, the context is compressed first and answers every question
-  from what is left. **With the question in view**, the two are compressed together, once for
-  each question; the size is then that after the answer.
-- **noise**, **novel**: percent of the 7-digit numbers found in RULER's noise ("The grass is
-  green. …") and in a novel. **UUIDs** are longer needles in the novel; **form** and
-  **conversation** ask for 8 facts hidden there, each alone or in turn.
-- **mean**: of noise and novel. **− full**: its difference to the full cache on the same samples
-  (95 %), ≈ if the interval holds zero. **n**: samples in noise + in the novel; compare means of
-  equal n.
-- **kept**: entries after compression, at a budget of 0.2. **bytes**: theirs, over those of all
-  entries in float32; each cache has room for a few more, so `full` is above 100 %. Over a cache of
-  16 bits the parts of quantized methods nearly double, those of others do not change. Until it has
-  compressed, a cache holds everything.
-- **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
-  over the full cache's, whose prefill counts the products that causality masks; `h2o`, `d2o`,
-  `cam` and `roco` skip most of them. [Performance](../performance.md) has seconds and memory peaks.
-- **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** reads
-  real_model/fitted/scorer.safetensors, one fit: [another fit](../fit.md) scores otherwise, and no
-  interval covers that. Half of the passages of its fit held generated statements with numbers and
-  identifiers; [fitted without them](../fit.md#which-texts) it finds about as many needles.
-  **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
-  `streaming_llm` keeps sinks and the newest tokens."""
 ON_GPU = (
     " Of samples read on a GPU no operations are counted: their means are over the others; scores "
     "[are the same](../performance.md#on-a-gpu)."
 )
-LINKS = """\
-- `kvfold report docs/results` makes a page of all methods and budgets, to sort and filter. The
-  site has it as `leaderboard.html`. [report.md](report.md) has the tables,
-  [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how it is measured.
-- [records.jsonl](records.jsonl), and `samples.csv.gz`: every answer's score and its first
-  characters. `python -m docs.generate.paired docs/results kvzip@0.2 snapkv@0.2` compares two
-  methods."""
-OTHERS = """\
-- [Claims of five papers](../claims.md), tested on the same model.
-- [Merging](merging.md) of evicted entries on the same model.
-- [The bundled model](bundled/README.md), made for tests, and [its
-  oddities](bundled/oddities.md)."""
 # The end of the part of README.md that is made, and its beginning.
 BEGIN = "<!-- made by docs/generate/publish_real.py -->"
 
@@ -97,23 +62,30 @@ class Planned(NamedTuple):
 
 
 def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
-    """docs/results/README.md; also of a part of the planned records, or of none."""
-    parts = [f"# Results of a really trained model, {MODEL}"]
+    """docs/results/README.md; also of a part of the planned records, or of none.
+
+    Its prose is written by hand.
+    """
     command = f"```\n{COMMAND}\n```"
-    if not results:
-        return "\n\n".join([*parts, "Not run yet:", command, OTHERS]) + "\n"
+    told, records = ["Not run yet."], [command]
+    if results:
+        told = [*_results(results, planned)]
+        records = ["\n".join(_limits(results)), command, _setup(results)]
+    parts = {"results": told, "records": records}
+    texts = {name: "\n\n".join(filter(None, each)) for name, each in parts.items()}
+    return with_parts(RESULTS / "README.md", "real_page", texts)
+
+
+def _results(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
+    """The headline, how far the plan is done, and the tables of each protocol."""
     if claimed := summary(results):
-        parts += [claimed, f"![score against bytes]({real_picture.FILE})", DRAWN, harder("../")]
-    parts.append(" ".join([_scope(results), *_progress(results, planned)]))
+        yield from (claimed, f"![score against bytes]({real_picture.FILE})", DRAWN, harder("../"))
+    yield " ".join([_scope(results), *_progress(results, planned)])
     found = {board.question_aware: board for board in boards(core(results))}
     for aware, when in WHEN.items():
-        parts.append(f"## {when[0].upper()}{when[1:]}")
-        parts += _board(found[aware]) if aware in found else []
-        parts += _other_tasks(readable(results), planned, aware)
-    limits = "\n".join(_limits(results))
-    parts += ["## How to read it", f"{READING}\n{limits}".strip(), command, _setup(results)]
-    parts += ["## More", f"{LINKS}\n{OTHERS}"]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        yield f"## {when[0].upper()}{when[1:]}"
+        yield from _board(found[aware]) if aware in found else ()
+        yield from _other_tasks(readable(results), planned, aware)
 
 
 def readme(text: str, results: Sequence[CellResult]) -> str:
@@ -240,7 +212,7 @@ def _by_method(own: Sequence[CellResult], asked: dict[Unit, int]) -> str:
         found = [fifth.get((method, unit)) for unit in units]
         scores = [f"{one.score.value:.1f}" if one and one.score else "–" for one in found]
         lines.append([line.name if line else "full cache", *scores])
-    return table(["method", *head], lines, left=1)
+    return table(["method", *head], lines, left=[0])
 
 
 def _limits(results: Sequence[CellResult]) -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/which-method.md, made of the published records: `python -m docs.generate.which_method`.
+"""Parts of docs/which-method.md, of the published records: `python -m docs.generate.which_method`.
 
 `docs/generate/publish_real.py` writes it too. Equal records give an equal page.
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from docs.generate import long_page, match_page, needle_rows, paired
-from docs.generate.made import DOCS, RESULTS, and_list, table
+from docs.generate.made import DOCS, RESULTS, and_list, table, with_parts
 from docs.generate.needle_rows import core
-from docs.generate.real_headline import MODEL
 from docs.results.long.measure_kl import AnswerDistance
 from docs.results.match.measure import Row
 from kvfold.eval.run.cell import FULL
@@ -31,6 +30,7 @@ from kvfold.report.summary import ReportRow
 
 PAGE = DOCS / "which-method.md"
 BEST = 3  # methods of a budget in a table
+# The prose of the page names these two, as well.
 ONE_PREFILL = 1.1  # operations until the first token, over the full cache's
 CLOSE, SMALLEST = 2, 5  # points that the smallest caches may lose, and how many are shown
 LOST = 10  # points that a method without a budget may lose
@@ -39,45 +39,6 @@ LIGHT = 0.9  # bytes over those of another method
 SMALL_COLUMNS = ["budget", "method", "KL", "needles", "kvzip's", "MB", "operations"]
 LEADERBOARD = "0.2"  # the budget whose bytes stand beside long answers
 UUIDS = ("ruler_niah_single_3", 1024, False)
-HEAD = f"""\
-# Which method for which job
-
-The best methods of each job by the published records of {MODEL}, one model of 135 million
-parameters. Other models and texts may order them differently: [check your prompts](check.md). Many
-methods tie at the top of these tasks: the tables show those that cost least."""
-READING = """\
-**Budgets** are the part of the entries that is asked for. `kvzip` keeps the opening of the chat
-template in addition, and some methods a window that is larger than a small budget: compare
-**bytes**, over those of the full cache in float32. **noise**, **novel**: percent of the 7-digit
-numbers found in each text of 1024 tokens; **mean** of the two. **− first**: its difference to the
-budget's first on the same samples (95 %); ≈ if the interval holds zero: the two are not told apart.
-**prefill**, **per token**: operations of reading with compression, and of a token of the answer,
-over the full cache's. They are no times: [measured on a GPU](performance.md#on-a-gpu), `h2o` and
-`d2o` read a prompt more slowly than others, and `turboquant` decodes more slowly than the full
-cache. **n**: samples in noise + in the novel; means of
-other n are of other samples. Of equal means the one with fewer operations of the prefill, to two
-decimals, comes first, then the one with fewer bytes.
-[All results](results/README.md)."""
-FEWEST = f"""\
-The smallest caches that lose at most {CLOSE} points to the full one, each method once. Methods that
-evict, and quantize what stays, take the fewest bytes. In 16 bits the full cache has half as many,
-and codes stay as they are: their part nearly doubles, that of raw entries does not change."""
-FREE = "These have no budget: what they keep or encode follows from their options and the text."
-LONG = """\
-Mean KL to the full cache's predictions while an answer of 1024 tokens is read, after the first
-eviction. All run with `+ every:interval=128,prompt=kept`: they evict in rounds and hold the
-budget's entries beside the prompt. **bytes**: of the method on the leaderboard, at a budget of 0.2,
-over the full cache's; some hold more than entries.
-[Answering long](answering-long.md) says which methods hold their size, and how."""
-EXTRA = f"""\
-Methods whose prefill and compression take at most {ONE_PREFILL} × the full cache's operations.
-`kvzip` and `kvzip_plus`, which take about twice as many, are left out."""
-FAR = """\
-Mean KL to the full cache over the 100 tokens that follow passages of novels, and the needles
-answered in them, beside `kvzip`'s on the same passages. MB are those of the cache, operations are
-over `kvzip`'s. [How small can a cache get](how-far-down.md) has all of them."""
-MADE = """\
-This page is made by `python -m docs.generate.which_method` of the records in docs/results."""
 
 
 class Published(NamedTuple):
@@ -90,23 +51,22 @@ class Published(NamedTuple):
 
 
 def page(of: Published) -> str:
-    """The whole page."""
+    """The page: its prose, which is written by hand, and what the records say."""
     found = boards(core(of.results))
-    parts = [HEAD, _in_short(of), READING]
+    budgets, light = list[str](), [_zap()]
     for board in found:
-        parts += [f"## {_title(board)}", *_at_budgets(board, of)]
-    parts += ["## Fewest bytes", FEWEST]
-    for board in found:
-        parts += _fewest_bytes(board)
-    parts += ["## Without a budget", FREE]
-    for board in found:
-        parts += _without_budget(board)
-    parts += ["## Long answers", LONG, *_long(of)]
-    parts += ["## No extra prefill", EXTRA, _zap()]
-    for board in found:
-        parts += [f"### {_title(board)}, no extra prefill", *_at_budgets(board, of, ONE_PREFILL)]
-    parts += ["## At a tenth and below", FAR, *_small(of.passages), MADE]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        budgets += [f"## {_title(board)}", *_at_budgets(board, of)]
+        light += [f"### {_title(board)}, no extra prefill", *_at_budgets(board, of, ONE_PREFILL)]
+    parts = {
+        "in short": [_in_short(of)],
+        "budgets": budgets,
+        "fewest bytes": [part for board in found for part in _fewest_bytes(board)],
+        "without a budget": [part for board in found for part in _without_budget(board)],
+        "long answers": _long(of),
+        "no extra prefill": light,
+        "small": _small(of.passages),
+    }
+    return with_parts(PAGE, "which_method", {name: "\n\n".join(p) for name, p in parts.items()})
 
 
 def _in_short(of: Published) -> str:
@@ -322,7 +282,7 @@ def _small(passages: Sequence[Row]) -> Iterator[str]:
     yield (
         f"Lowest KL of the {len(match_page.CORE)} methods with {texts} passages: {_firsts(firsts)}."
     )
-    yield table(SMALL_COLUMNS, lines)
+    yield table(SMALL_COLUMNS, lines, [1])
     every = match_page.measured(passages, list(dict.fromkeys(row.method for row in passages)))
     lines = []
     for kept in _small_budgets(every):
@@ -336,7 +296,7 @@ def _small(passages: Sequence[Row]) -> Iterator[str]:
             "method with the lowest KL above; the rows before it have a lower KL in at most "
             f"{LIGHT} × its bytes:"
         )
-        yield table(SMALL_COLUMNS, lines)
+        yield table(SMALL_COLUMNS, lines, [1])
 
 
 def _small_budgets(rows: Sequence[Row]) -> list[float]:

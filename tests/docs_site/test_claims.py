@@ -121,7 +121,7 @@ def test_one_sample_of_eighty_that_differs_gives_what_the_page_says(bench, tmp_p
         for rule in ({"within": 5}, {"above": -5}):
             measured, found = better(bench, **rule).outcome(tmp_path / str(lost))
             assert (str(measured), found) == (text, verdict)
-    assert "differs gives −1.3 (−6.8 to 3.4)" in " ".join(bench.HEAD.split())
+    assert "differs gives −1.3 (−6.8 to 3.4)" in " ".join(bench.PAGE.read_text("utf-8").split())
 
 
 def test_missing_records_give_no_number(bench, tmp_path):

@@ -165,7 +165,7 @@ def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> No
     made_page = publishing.real_page.page(results, publishing.planned())
     assert page.read_text(encoding="utf-8") == made_page
     assert publishing.real_page.readme(front, results) == front
-    assert ("Not run yet:" in made_page) == (not results)
+    assert ("Not run yet." in made_page) == (not results)
 
 
 @pytest.mark.whole
