@@ -78,6 +78,10 @@ class UnreadableSample:
     why: str
 
 
+# Samples of a task in their order, unreadable ones among them.
+Samples = Iterator[TaskSample | UnreadableSample]
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Options for drawing samples.
@@ -137,6 +141,8 @@ class NoData(KvfoldError):
         return f"{name} needs data, as --data: a folder with {files}{offer}"
 
 
+# Draws a task's samples.
+Draw = Callable[[SampleRequest], Samples]
 # Scores a prediction for a question.
 Metric = Callable[[str, Question], MetricScore]
 
@@ -176,7 +182,7 @@ class Task:
     source: str
     benchmark: str
     group: str
-    samples: Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]
+    samples: Draw
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     phase: Phase = "prefill"
     truncation: Literal["none", "middle", "windows"] = "none"

@@ -10,21 +10,14 @@ context, as SCBench does (arXiv 2412.10319).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from pydantic import Field
 
 from kvfold.eval.metrics.ruler import string_match_part
-from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import (
-    Question,
-    SampleRequest,
-    Task,
-    TaskSample,
-    UnreadableSample,
-    by_answers,
-)
+from kvfold.eval.tasks import base, source
+from kvfold.eval.tasks.base import Question, SampleRequest, Samples, Task, TaskSample, by_answers
 from kvfold.eval.tasks.generated import fitted, identifier
 
 # A UUID takes at most 36 tokens, one per character.
@@ -33,7 +26,6 @@ LEAST_PAIRS = 2
 INTRO = "Extract the value corresponding to the specified key in the JSON object below."
 
 Pairs = Sequence[tuple[str, str]]
-Samples = Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]
 
 
 class _KeyValueRow(source.DatasetRow):
@@ -69,7 +61,7 @@ def _build(
     )
 
 
-def _single(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
+def _single(request: SampleRequest) -> Samples:
     """Records of kv_retrieval: from the benchmark's rows if given, else generated."""
     if not source.has(request, "kv_retrieval"):
         return fitted(
@@ -93,7 +85,7 @@ def _many(name: str, conversation: bool, request: SampleRequest) -> Iterator[Tas
     return fitted(request, name, build, LEAST_PAIRS)
 
 
-def _task(name: str, summary: str, group: str, samples: Samples, also: str = "") -> Task:
+def _task(name: str, summary: str, group: str, samples: base.Draw, also: str = "") -> Task:
     source = f"nelson-liu/lost-in-the-middle, arXiv 2307.03172{also}"
     metrics = {"substring": by_answers(string_match_part)}
     rows = name if name == "kv_retrieval" else ""

@@ -8,7 +8,6 @@ oddities included. A row holds `dataset`, `context`, `input`, `answers`, `all_cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from pydantic import Field
@@ -16,7 +15,7 @@ from pydantic import Field
 from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import longbench as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import Question, SampleRequest, Samples, Task, TaskSample
 from kvfold.eval.tasks.prompts import prompts_of
 
 HUB, PROMPTS = "THUDM/LongBench", prompts_of("longbench")
@@ -62,9 +61,7 @@ def _convert(name: str, task: str, row: _LongBenchRow) -> TaskSample:
     )
 
 
-def _samples(
-    name: str, task: str, subset: str, request: SampleRequest
-) -> Iterator[TaskSample | UnreadableSample]:
+def _samples(name: str, task: str, subset: str, request: SampleRequest) -> Samples:
     return source.samples(
         request,
         _LongBenchRow,

@@ -10,7 +10,6 @@ answers longer, so compare the number of answers that reach `max_new_tokens`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +21,7 @@ from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import (
     Question,
     SampleRequest,
+    Samples,
     Task,
     TaskSample,
     UnreadableSample,
@@ -59,7 +59,7 @@ def _gsm8k_row(shots: str, row: _Gsm8kRow) -> TaskSample:
     return TaskSample("gsm8k", 0, shots, (question,), chat=not shots, stop=("Question:",))
 
 
-def _gsm8k(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
+def _gsm8k(request: SampleRequest) -> Samples:
     shots = _solved(request) if request.shots else ""
     convert = partial(_gsm8k_row, shots)
     return source.samples(

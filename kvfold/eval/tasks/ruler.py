@@ -7,21 +7,13 @@ Source: NVIDIA/RULER @c3f5e3b (Hsieh et al., 2024, arXiv 2404.06654). Rows of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
-from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import (
-    Question,
-    SampleRequest,
-    Task,
-    TaskSample,
-    UnreadableSample,
-    by_answers,
-)
+from kvfold.eval.tasks import base, source
+from kvfold.eval.tasks.base import Question, SampleRequest, Samples, Task, TaskSample, by_answers
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # First words of a prompt's question, and of its answer's prefix.
@@ -34,7 +26,6 @@ _STARTS = {
 }
 
 Family = Literal["niah", "vt", "cwe", "fwe", "qa"]
-Records = Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]
 
 
 class _RulerRow(source.DatasetRow):
@@ -45,11 +36,11 @@ class _RulerRow(source.DatasetRow):
 
 
 def task(
-    name: str, family: Family, group: str, summary: str, generate: Records, generated: bool = True
+    name: str, family: Family, group: str, summary: str, generate: base.Draw, generated: bool = True
 ) -> Task:
     """One of the 13 tasks; samples come from `name`.jsonl if given, else from `generate`."""
 
-    def samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
+    def samples(request: SampleRequest) -> Samples:
         if not generated or not source.has(request, name):
             return generate(request)
         return read(name, family, request)
@@ -69,9 +60,7 @@ def task(
     )
 
 
-def read(
-    name: str, family: Family, request: SampleRequest
-) -> Iterator[TaskSample | UnreadableSample]:
+def read(name: str, family: Family, request: SampleRequest) -> Samples:
     """Records of a ready-made file, each prompt split into context, question and answer prefix.
 
     Raises KvfoldError if there is no such file.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
-from kvfold.eval.tasks.base import NoData, Question, SampleRequest, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import NoData, Question, SampleRequest, Samples, TaskSample
 from kvfold.eval.tasks.generated import fitted
 from kvfold.reading import read_text
 
@@ -91,7 +91,7 @@ def _build(
 
 def _samples(
     name: str, file: str, parse: Callable[[Any], list[PassageQuestion]], request: SampleRequest
-) -> Iterator[TaskSample | UnreadableSample]:
+) -> Samples:
     """Records of a QA task; raises NoData without data, KvfoldError for an unreadable file."""
     path = Path(request.data) if request.data else None
     if path and path.is_dir() and (path / file).is_file():

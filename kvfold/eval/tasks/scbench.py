@@ -10,7 +10,6 @@ Left out: RepoQA, which needs a parser of five languages, and the two mixed task
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from kvfold.eval.metrics.scbench import METRICS
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.base import (
-    Question,
-    SampleRequest,
-    Task,
-    TaskSample,
-    UnreadableSample,
-    by_note,
-)
+from kvfold.eval.tasks.base import Question, SampleRequest, Samples, Task, TaskSample, by_note
 from kvfold.eval.tasks.prompts import prompts_of
 
 PROMPTS = prompts_of("scbench")
@@ -95,7 +87,7 @@ def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskSample:
     )
 
 
-def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
+def _samples(task: str, request: SampleRequest) -> Samples:
     convert = partial(_convert, task, request.conversation)
     name, hub = f"scbench_{task}", "microsoft/SCBench"
     return source.samples(request, _SCBenchRow, convert, file=name, hub=hub, subset=name)

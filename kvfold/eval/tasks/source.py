@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks.base import NoData, SampleRequest, Task, TaskSample, UnreadableSample
+from kvfold.eval.tasks import base
+from kvfold.eval.tasks.base import (
+    NoData,
+    SampleRequest,
+    Samples,
+    Task,
+    TaskSample,
+    UnreadableSample,
+)
 
 
 class DatasetRow(BaseModel):
@@ -46,7 +54,7 @@ def samples(
     hub: str | None = None,
     subset: str | None = None,
     wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
-) -> Iterator[TaskSample | UnreadableSample]:
+) -> Samples:
     """The first `samples` rows as numbered samples; an unreadable row becomes `UnreadableSample`.
 
     Reads `request.data`: a JSONL file, `file`.jsonl in a folder, or the `subset` of a hub dataset.
@@ -74,7 +82,7 @@ def rows_of(
     file: str,
     hub: str | None = None,
     subset: str | None = None,
-) -> Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]:
+) -> base.Draw:
     """A task's samples of rows, as `samples` reads them for a request."""
     return lambda request: samples(request, schema, convert, file=file, hub=hub, subset=subset)
 
