@@ -9,13 +9,12 @@ with the entries at its tokens, their keys rotated in float64.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 import time
-from multiprocessing.queues import SimpleQueue
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -91,8 +90,10 @@ def _pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def edit(method: str, budget: float, tokens: int, threads: int, answers: SimpleQueue[Any]) -> None:
-    """Puts seconds; GB of the input, the peak beyond it and the result; tokens; if it is right."""
+def edit(
+    method: str, budget: float, tokens: int, threads: int
+) -> tuple[float, list[float], int, bool]:
+    """Seconds; GB of the input, the peak beyond it and the result; tokens; if it is right."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         made = LMCacheEdit(
@@ -111,7 +112,7 @@ def edit(method: str, budget: float, tokens: int, threads: int, answers: SimpleQ
         peak = memory("VmHWM") - before
     right = is_right(given["kv"], kv, torch.tensor(ids))
     sizes = sum(tensor.nbytes for tensor in given.values()), peak, kv.nbytes
-    answers.put((seconds, [size / 1e9 for size in sizes], len(ids), right))
+    return seconds, [size / 1e9 for size in sizes], len(ids), right
 
 
 def main() -> None:
@@ -122,14 +123,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     arguments = parser.parse_args()
     os.environ |= ALLOCATOR
-    context = multiprocessing.get_context("spawn")
     for method in arguments.methods:
-        answers = context.SimpleQueue()
-        work = (method, arguments.budget, arguments.tokens, arguments.threads, answers)
-        process = context.Process(target=edit, args=work)
-        process.start()
-        process.join()
-        seconds, (given, peak, result), kept, right = answers.get()
+        work = method, arguments.budget, arguments.tokens, arguments.threads
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            seconds, (given, peak, result), kept, right = process.submit(edit, *work).result()
         print(
             f"{method}: {kept} of {arguments.tokens} tokens, {'right' if right else 'WRONG'}, "
             f"{seconds:.0f} s, peak {peak:.2f} GB beyond the input, {result:.2f} GB of it the "

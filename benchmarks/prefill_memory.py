@@ -8,10 +8,10 @@ after the model is loaded and warm.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing.queues import SimpleQueue
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -27,10 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(
-    method: str, budget: float | int, length: int, way: str, answers: SimpleQueue[Any]
-) -> None:
-    """Puts the peak, and the cache's bytes after `length` tokens, into `answers`."""
+def read(method: str, budget: float | int, length: int, way: str) -> tuple[int, int, int]:
+    """The peak, and the cache's bytes after `length` tokens, with those of a full one."""
     torch.set_num_threads(2)
     subject = BenchModel.of("small", "float32", 0, "cpu")
     for tokens in (64, length):
@@ -41,7 +39,7 @@ def read(
         )
         options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, **WAYS[way]}
         peak = peak_during(partial(kvfold.generate, subject.model, ids, cache=cache, **options))
-    answers.put((peak, cache.stats().nbytes, cache.stats().nbytes_full))
+    return peak, cache.stats().nbytes, cache.stats().nbytes_full
 
 
 def main() -> None:
@@ -51,15 +49,11 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["snapkv", "knorm", "h2o", "d2o"])
     arguments = parser.parse_args()
     os.environ |= ALLOCATOR
-    context = multiprocessing.get_context("spawn")
     for method in arguments.methods:
         for way in WAYS:
-            answers = context.SimpleQueue()
-            work = (method, arguments.budget, arguments.length, way, answers)
-            process = context.Process(target=read, args=work)
-            process.start()
-            process.join()
-            peak, held, full = answers.get()
+            work = method, arguments.budget, arguments.length, way
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                peak, held, full = process.submit(read, *work).result()
             print(
                 f"{method:8s} {way:10s} peak {peak / 2**20:6.1f} MiB, cache {held / 2**20:5.1f} "
                 f"of {full / 2**20:.1f} MiB"

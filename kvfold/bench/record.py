@@ -8,18 +8,15 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from kvfold.bench.models import ModelShape
+from kvfold.bench.models import ModelShape, ModelSource
 from kvfold.bench.participants import ParticipantLabel
 from kvfold.errors import KvfoldError
 from kvfold.measure.machine import MachineSetup
 
 
-class BenchCell(BaseModel, frozen=True):
+class BenchCell(ModelSource, frozen=True):
     """A measured workload: model, dtype, prompt length in tokens, batch rows, tokens to decode."""
 
-    name: str
-    dtype: str
-    seed: int
     length: int
     batch: int
     new_tokens: int

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,10 @@ from kvfold.checks.reading import MethodAtBudget
 from kvfold.checks.records import FULL, CheckRecord, FreeAnswer, PromptDistances
 from kvfold.checks.result import AnswerLengths, CheckCell, Leakage, SpanRetention
 from kvfold.evidence.estimates import LARGEST, IntervalEstimate
+from kvfold.evidence.grouped import grouped
 from kvfold.evidence.intervals import Array
 
+B = TypeVar("B")
 P99 = 0.99
 # A KL below so many times the noise floor is noise.
 NOISE = 3
@@ -34,8 +37,7 @@ def cell(
     found: list[PromptDistances] = []
     full: list[CheckRecord] = []
     count = sum(map(len, batches))
-    for batch in batches:
-        measured.say(f"{_named(at)}: {_part('prompts', len(found), batch, count)}")
+    for batch in _told(measured, "prompts", batches, at):
         found += measured.distances(batch, at)
         full += measured.forced(batch)
     kl = [each.kl for each in found]
@@ -68,8 +70,7 @@ def lengths(
     ours: list[FreeAnswer] = []
     full: list[FreeAnswer] = []
     count = sum(map(len, batches))
-    for batch in batches:
-        measured.say(f"{_named(at)}: {_part('answers', len(ours), batch, count)}")
+    for batch in _told(measured, "answers", batches, at):
         full += measured.answers(batch, (FULL, None))
         ours += measured.answers(batch, at)
     ratio = ratio_of([each.tokens for each in ours], [each.tokens for each in full])
@@ -85,15 +86,14 @@ def leakage(
     measured: PromptMeasurements, attacks: Sequence[tuple[Attack, ...]], at: MethodAtBudget
 ) -> dict[str, Leakage]:
     """Recall of each protected text, mean over the attacks that ask for it."""
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    done, count = 0, sum(map(len, attacks))
-    for batch in attacks:
-        measured.say(f"{_named(at)}: {_part('attacks', done, batch, count)}")
-        done += len(batch)
-        both = zip(measured.leaked(batch, at), measured.leaked(batch, (FULL, None)), strict=True)
-        for ours, full in both:
-            for name, found in ours.items():
-                pairs.setdefault(name, []).append((found, full[name]))
+    pairs = grouped(
+        (name, (found, full[name]))
+        for batch in _told(measured, "attacks", attacks, at)
+        for ours, full in zip(
+            measured.leaked(batch, at), measured.leaked(batch, (FULL, None)), strict=True
+        )
+        for name, found in ours.items()
+    )
     means = {name: np.mean(each, axis=0).tolist() for name, each in pairs.items()}
     return {name: Leakage(recall=r, recall_full=f) for name, (r, f) in means.items()}
 
@@ -136,13 +136,16 @@ def _first(found: PromptDistances) -> int:
     return found.agrees.index(False) if False in found.agrees else len(found.agrees)
 
 
-def _named(at: MethodAtBudget) -> str:
-    return at[0] if at[1] is None else f"{at[0]} at {at[1]}"
-
-
-def _part(what: str, done: int, batch: Sequence[object], count: int) -> str:
-    """Prompts of `count` to measure after those `done`."""
-    return f"{what} {done + 1} to {done + len(batch)} of {count}"
+def _told(
+    measured: PromptMeasurements, what: str, batches: Sequence[tuple[B, ...]], at: MethodAtBudget
+) -> Iterator[tuple[B, ...]]:
+    """The batches; says before each which part of all prompts, answers or attacks it is."""
+    done, count = 0, sum(map(len, batches))
+    name = at[0] if at[1] is None else f"{at[0]} at {at[1]}"
+    for batch in batches:
+        measured.say(f"{name}: {what} {done + 1} to {done + len(batch)} of {count}")
+        done += len(batch)
+        yield batch
 
 
 def bootstrapped(count: int, statistic: Statistic, seed: int = 0) -> IntervalEstimate:

@@ -234,7 +234,7 @@ def _evaluate(
     from kvfold.cli.records import loaded, say_failures
     from kvfold.eval.run.cell_result import CellResult
     from kvfold.eval.run.dataframe import flat
-    from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
+    from kvfold.eval.run.run_folder import RECORDS, conclude, run_missing, samples_file
 
     samples = samples_file(out)
     loaded(screen, samples)
@@ -245,10 +245,7 @@ def _evaluate(
     except KeyboardInterrupt:
         screen.print(Text(f"stopped; the same command resumes: {out}"))
         raise typer.Exit(130) from None
-    cells = plan.cells()
-    records = summarize(samples.load().records, cells)
-    path = write_records(out, records)
-    asked = [record for record in records if record.cell in cells]
+    asked, path = conclude(plan, out), out / RECORDS
     if as_json:
         found = [flat(record, CellResult) for record in asked]
         print_json({"records": found, "file": path.resolve()})

@@ -192,13 +192,10 @@ def _run(
     plan: EvalPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> list[dict[str, Any]]:
     """Runs a plan in `folder`; returns its flat records. Raises KvfoldError without any answer."""
-    samples, cells = run_folder.samples_file(folder), plan.cells()
     worker = here(worker_spec(plan.subject.name), model, tokenizer)
-    for _ in run_folder.run_missing(plan, samples, worker):
+    for _ in run_folder.run_missing(plan, run_folder.samples_file(folder), worker):
         pass
-    records = run_folder.summarize(samples.load().records, cells)
-    run_folder.write_records(folder, records)
-    own = [record for record in records if record.cell in cells]
+    own = run_folder.conclude(plan, folder)
     if not any(record.samples for record in own):
         reasons = dict.fromkeys(reason for record in own for reason in record.errors)
         raise KvfoldError(f"no sample has an answer: {'; '.join(list(reasons)[:3])}")

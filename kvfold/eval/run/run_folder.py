@@ -99,6 +99,14 @@ def write_records(folder: Path, records: list[CellResult]) -> Path:
     return path
 
 
+def conclude(plan: EvalPlan, folder: Path) -> list[CellResult]:
+    """Writes the records of all samples in `folder`; returns those of the plan's cells."""
+    cells = plan.cells()
+    records = summarize(samples_file(folder).load().records, cells)
+    write_records(folder, records)
+    return [record for record in records if record.cell in cells]
+
+
 def _task(cell: EvalCell) -> Task:
     task = tasks().get(cell.task)
     if task is None:
