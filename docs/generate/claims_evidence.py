@@ -61,6 +61,14 @@ class Measured:
         return value if self.low == self.high else f"{value} ({low} to {high})"
 
 
+def _mean_of(values: Sequence[float], digits: int) -> Measured | None:
+    """The mean of values, with Student's interval; None of fewer than two."""
+    if len(values) < 2:
+        return None
+    value, low, high = map(float, of_mean(np.array(values)))
+    return Measured(value, low, high, len(values), digits)
+
+
 RuleKind = Literal["above", "below", "within", "beyond"]
 Verdict = Literal["reproduced", "not reproduced", "undecided"]
 
@@ -157,11 +165,7 @@ class Kept:
             _parts_kept(records / self.folder, method, self.aware)
             for method in (self.one, self.other)
         )
-        gaps = np.array([mine[sample] - theirs[sample] for sample in mine if sample in theirs])
-        if len(gaps) < 2:
-            return None
-        value, low, high = map(float, of_mean(gaps))
-        return Measured(value, low, high, len(gaps), 3)
+        return _mean_of([mine[sample] - theirs[sample] for sample in mine if sample in theirs], 3)
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,11 @@ class KeptByTask:
 
     def measured(self, records: Path) -> Measured | None:
         mine, theirs = (
-            [kept for (of, _), kept in self._kept(records / folder).items() if of == task]
+            [
+                kept
+                for (of, _), kept in _parts_kept(records / folder, self.method, self.aware).items()
+                if of == task
+            ]
             for folder, task in ((self.folder, self.task), (self.other_folder, self.other_task))
         )
         if min(len(mine), len(theirs)) < 2:
@@ -191,9 +199,6 @@ class KeptByTask:
         if math.isnan(low):  # neither varies
             low = high = value
         return Measured(value, float(low), float(high), len(mine) + len(theirs), 3)
-
-    def _kept(self, folder: Path) -> dict[tuple[str, str], float]:
-        return _parts_kept(folder, self.method, self.aware)
 
 
 @dataclass(frozen=True)
@@ -242,11 +247,7 @@ class Layers:
 
     def measured(self, records: Path) -> Measured | None:
         passages = _passages(records / LAYERS / FILE)
-        if len(passages) < 2:
-            return None
-        values = np.array(STATISTICS[self.statistic][1](passages))
-        value, low, high = map(float, of_mean(values))
-        return Measured(value, low, high, len(values), 2)
+        return _mean_of(STATISTICS[self.statistic][1](passages), 2) if passages[1:] else None
 
 
 Passages = Sequence[Sequence[LayerRecord]]

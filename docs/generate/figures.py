@@ -202,9 +202,12 @@ def _differences(folder: str, one: str, other: str) -> frozenset[str]:
     for unit in samples:
         scopes |= {(unit.task, None), (unit.task, unit.data)}
     found = set()
-    for (mine, theirs), aware, scope in product(pairs, (False, True), scopes):
-        with suppress(SystemExit):  # no samples of both, or several texts
-            found.add(paired.written(paired.gap(samples, mine, theirs, aware, *scope)))
+    for mine, theirs in pairs:
+        every = paired.differences(samples, mine, theirs)
+        for aware, scope in product((False, True), scopes):
+            own = {unit: each for unit, each in every.items() if unit.within(aware, *scope)}
+            with suppress(SystemExit):  # perplexities of several texts
+                found |= {paired.written(paired.pooled(own))} if own else set()
     return frozenset(found)
 
 

@@ -43,6 +43,14 @@ class Unit:
         """True if the task has a score, not a perplexity."""
         return tasks()[self.task].metric is not None
 
+    def within(
+        self, aware: bool, task: str | None, data: str | None = None, length: str | None = None
+    ) -> bool:
+        """True for a unit of the protocol, of `task`, a list, or a scored one, and so on."""
+        named = self.scored if task is None else self.task in task.split(",")
+        of_text = data in (None, self.data) and length in (None, self.length)
+        return named and of_text and self.aware == aware
+
 
 # Sample number → score and weight of each answer.
 Cell = Mapping[int, list[tuple[float, float]]]
@@ -79,29 +87,37 @@ def gap(
     `data`, `length`: of samples from this text, of this length in tokens, only. Raises SystemExit
     without samples of both, and for perplexities of several texts or lengths.
     """
-    units = [
-        unit
-        for unit, cells in samples.items()
-        if unit.aware == aware
-        and one in cells
-        and other in cells
-        and (unit.scored if task is None else unit.task in task.split(","))
-        and data in (None, unit.data)
-        and length in (None, unit.length)
-    ]
-    if not units:
+    within = {u: cells for u, cells in samples.items() if u.within(aware, task, data, length)}
+    found = differences(within, one, other)
+    if not found:
         raise SystemExit(f"no samples of both {one} and {other}")
-    each = [_difference(samples[unit][one], samples[unit][other], unit.scored) for unit in units]
-    pairs = [found.pair for found in each if found.pair is not None]
-    if len(pairs) < len(each):
-        if len(each) > 1:
-            texts = ", ".join(sorted({f"{unit.data} {unit.length}".strip() for unit in units}))
+    return pooled(found)
+
+
+def differences(samples: Samples, one: str, other: str) -> dict[Unit, PairedDifference]:
+    """`one` minus `other` in each unit with samples of both."""
+    return {
+        unit: _difference(cells[one], cells[other], unit.scored)
+        for unit, cells in samples.items()
+        if one in cells and other in cells
+    }
+
+
+def pooled(found: Mapping[Unit, PairedDifference]) -> IntervalEstimate:
+    """Mean over tasks, and in a task over its units.
+
+    Raises SystemExit for perplexities of several texts or lengths.
+    """
+    pairs = [each.pair for each in found.values() if each.pair is not None]
+    if len(pairs) < len(found):
+        if len(found) > 1:
+            texts = ", ".join(sorted({f"{unit.data} {unit.length}".strip() for unit in found}))
             raise SystemExit(f"perplexities have no mean over texts: name one by --data ({texts})")
-        (found,) = each
-        assert found.low is not None and found.high is not None
-        return IntervalEstimate(found.value, found.low, found.high)
-    lengths = Counter(unit.task for unit in units)
-    weights = [1 / (len(lengths) * lengths[unit.task]) for unit in units]
+        (each,) = found.values()
+        assert each.low is not None and each.high is not None
+        return IntervalEstimate(each.value, each.low, each.high)
+    lengths = Counter(unit.task for unit in found)
+    weights = [1 / (len(lengths) * lengths[unit.task]) for unit in found]
     return IntervalEstimate(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
 
 
