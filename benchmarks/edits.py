@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import kvfold
 from kvfold.cache.fork import fork
-from kvfold.checks.distance import distances
+from kvfold.checks.measure import distances
 from tests.helpers.operations import Operations
 
 START, DROPPED, FOLLOWING = 100, 50, 64

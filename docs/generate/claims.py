@@ -8,49 +8,43 @@ of docs/results/claims, and this writes what docs/claims.md says of them, betwee
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-from docs.generate import claims_curves, claims_evidence
-from docs.generate.claims_evidence import (
-    UNITS,
-    Better,
-    Kept,
-    KeptByTask,
-    Layers,
-    Measured,
-    Operations,
-    Rule,
-    RuleKind,
-    rounded,
-)
-from docs.generate.made import DOCS, RESULTS, table, with_parts
+from matplotlib.axes import Axes
+
+import kvfold
+from docs.generate import claims_evidence as kinds
+from docs.generate.made import DOCS, LETTERS, RESULTS, picture, table, with_parts
+from kvfold.eval.run.cell import TRUNCATED
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.load import load_results
+from kvfold.report.style import COLORS, GREY
 
 RECORDS, PAGE = RESULTS / "claims", DOCS / "claims.md"
 CLAIMS, RUN = RECORDS / "claims.toml", "docs/results/claims/run.sh"
-Evidence = Better | Layers | Kept | KeptByTask | Operations
+Evidence = kinds.Better | kinds.Layers | kinds.Kept | kinds.KeptByTask | kinds.Operations
 KINDS: dict[str, type[Evidence]] = {
-    "better": Better,
-    "layers": Layers,
-    "kept": Kept,
-    "kept_by_task": KeptByTask,
-    "operations": Operations,
+    "better": kinds.Better,
+    "layers": kinds.Layers,
+    "kept": kinds.Kept,
+    "kept_by_task": kinds.KeptByTask,
+    "operations": kinds.Operations,
 }
-RULES: tuple[RuleKind, ...] = ("above", "below", "within", "beyond")
+RULES: tuple[kinds.RuleKind, ...] = ("above", "below", "within", "beyond")
 LAYERS_STEP = "layers"
+CURVES = "thresholds.svg"
+# Folder of the records, and the method whose threshold changes in them.
+CURVED = {"simlayerkv": "simlayerkv:window=128", "dbudgetkv": "dbudgetkv"}
+TITLES = {"simlayerkv": "SimLayerKV", "dbudgetkv": "DBudgetKV"}
 COLUMNS = "claim", "test", "result (95 %)", "n", "verdict"
 NOT_RUN, OUT_OF_REACH, IN_PART = "not run yet", "out of reach here", "in part"
 VERDICTS = ("reproduced", IN_PART, "undecided", "not reproduced", NOT_RUN, OUT_OF_REACH)
-
 NO_BUDGET = "no budget"
-
-
 COMMAND = """\
 ```
 make real
@@ -64,14 +58,14 @@ class Test:
     """A measurement and the rule of its verdict."""
 
     evidence: Evidence
-    rule: Rule
+    rule: kinds.Rule
     after: bool = False  # newer than the run
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Test:
         """A test as `claims.toml` writes it; raises ValueError without exactly one rule."""
         around = given.get("around", 0)
-        rules = [Rule(kind, given[kind], around) for kind in RULES if kind in given]
+        rules = [kinds.Rule(kind, given[kind], around) for kind in RULES if kind in given]
         if len(rules) != 1:
             raise ValueError(f"a test has one of {', '.join(RULES)}: {given}")
         own = {"kind", "around", "after", *RULES}
@@ -81,7 +75,7 @@ class Test:
     def __str__(self) -> str:
         return f"{self.evidence}: {self.rule}{' †' if self.after else ''}"
 
-    def outcome(self, records: Path) -> tuple[Measured | None, str]:
+    def outcome(self, records: Path) -> tuple[kinds.Measured | None, str]:
         """The measurement, if there is one, and the verdict."""
         measured = self.evidence.measured(records)
         return measured, self.rule.verdict(measured) if measured else NOT_RUN
@@ -201,7 +195,7 @@ def _section(name: str, system: System, claims: list[Claim], records: Path) -> s
 def tables(records: Path, steps: Sequence[str]) -> Iterator[str]:
     """A table for each step that has records: scores of all tasks, and the part kept."""
     for step in steps:
-        path = records / step / claims_evidence.RECORDS
+        path = records / step / kinds.RECORDS
         if path.exists():
             yield _table(step, load_results([path]))
 
@@ -214,7 +208,7 @@ def _table(step: str, results: Sequence[CellResult]) -> str:
     budgets = list(dict.fromkeys(budget for each in cells.values() for budget in each))
     tasks = list(dict.fromkeys(result.cell.task for result in results))
     rows = [[f"`{method}`", *_scores(each, budgets, tasks)] for method, each in cells.items()]
-    told = f"{' / '.join(UNITS.get(task, task) for task in tasks)} (part kept)."
+    told = f"{' / '.join(kinds.UNITS.get(task, task) for task in tasks)} (part kept)."
     return f"### {step}\n\n{told}\n\n{table(['method', *budgets], rows)}"
 
 
@@ -227,14 +221,59 @@ def _scores(
         scores = [found[task].score for task in tasks if task in found]
         kept = [result.kept for result in found.values() if result.kept is not None]
         text = " / ".join(_text(score.value, found) for score in scores if score is not None)
-        yield f"{text} ({rounded(mean(kept), 2)})" if kept else text
+        yield f"{text} ({kinds.rounded(mean(kept), 2)})" if kept else text
 
 
 def _text(value: float, found: Mapping[str, CellResult]) -> str:
     """A score; perplexities differ in the second digit."""
-    return rounded(value, 2 if any(each.lower_is_better for each in found.values()) else 1)
+    return kinds.rounded(value, 2 if any(each.lower_is_better for each in found.values()) else 1)
+
+
+class Point(NamedTuple):
+    """A threshold, and percent over all tasks of right answers and of entries kept."""
+
+    threshold: float
+    score: float
+    kept: float
+
+
+def curve(records: Path, folder: str) -> list[Point]:
+    """Points of a method whose records differ in nothing but the threshold, ascending."""
+    usual: Any = kvfold.parse(CURVED[folder])
+    found = defaultdict(list)
+    for one in load_results([records / folder / "records.jsonl"]):
+        if one.cell.method == TRUNCATED or one.score is None or one.kept is None:
+            continue
+        method: Any = kvfold.parse(one.cell.method)
+        alike = type(method) is type(usual)
+        if alike and replace(method, threshold=usual.threshold) == usual:
+            found[method.threshold].append((one.score.value, 100 * one.kept))
+    return [
+        Point(threshold, *(mean(values) for values in zip(*pairs, strict=True)))
+        for threshold, pairs in sorted(found.items())
+    ]
+
+
+def draw(records: Path, path: Path) -> None:
+    """Writes the picture; equal records give an equal file."""
+    with picture(path, 6.4, 4.2) as drawn:
+        panels = drawn.subplots(1, len(CURVED), sharey=True)
+        for panel, folder in zip(panels, CURVED, strict=True):
+            _panel(panel, curve(records, folder), TITLES[folder])
+        panels[0].set_ylabel("percent")
+        panels[1].set_xscale("log")
+        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+
+def _panel(panel: Axes, points: list[Point], title: str) -> None:
+    thresholds, scores, kept = zip(*points, strict=True)
+    panel.plot(thresholds, scores, color=COLORS[0], marker="o", label="score")
+    panel.plot(thresholds, kept, color=GREY, marker="s", dashes=(4, 3), label="entries kept")
+    panel.set_title(title, fontsize=LETTERS)
+    panel.set_xlabel("threshold")
+    panel.grid(alpha=0.3)
 
 
 if __name__ == "__main__":
-    claims_curves.draw(RECORDS, RECORDS / claims_curves.FILE)
+    draw(RECORDS, RECORDS / CURVES)
     PAGE.write_text(page(), encoding="utf-8")

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.spans import Span
-from kvfold.checks.distance import Distances, distances
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.reading import CompressedPrompts, MethodAtBudget, PromptReading, read_full
 from kvfold.checks.records import FULL, CheckRecord, CheckStore, FreeAnswer, PromptDistances
@@ -30,9 +30,39 @@ from kvfold.methods.base import parse
 PIECES = 3
 # Part of the memory that open readings may take, and logits of the full cache.
 SHARE = 4
-
-
 WORDS = "words of any script"  # in the protocol: other words give other numbers
+
+
+class Distances(NamedTuple):
+    """Per position: KL divergence in nats `[S]`, same top token `[S]`, lost log-likelihood `[S]`.
+
+    The log-likelihood is that of the forced token, ln p − ln c: positive where the compressed cache
+    finds it less likely.
+    """
+
+    kl: Tensor
+    agrees: Tensor
+    lost: Tensor
+
+
+def distances(full: Tensor, compressed: Tensor, forced: Tensor) -> Distances:
+    """Distances of logits `[S, V]` at the positions that predict the `forced` tokens `[S]`.
+
+    KL(p ‖ c) = Σ_v p_v (ln p_v − ln c_v), from log-softmax in float32. Of equal logits the lower
+    token id is the top one.
+    """
+    ours, theirs = full.float().log_softmax(-1), compressed.float().log_softmax(-1)
+    # A token that p rules out adds nothing, also where c rules it out.
+    terms = torch.where(ours == -torch.inf, 0.0, ours.exp() * (ours - theirs))
+    at = forced[:, None]
+    lost = (ours.gather(-1, at) - theirs.gather(-1, at))[:, 0]
+    return Distances(terms.sum(-1).clamp(min=0), top(full) == top(compressed), lost)
+
+
+def top(logits: Tensor) -> Tensor:
+    """Lowest id `[S]` of the largest of `logits [S, V]`."""
+    largest = logits == logits.amax(-1, keepdim=True)
+    return largest.to(torch.uint8).argmax(-1)
 
 
 @dataclass(frozen=True)

@@ -232,8 +232,7 @@ def _evaluate(
 ) -> None:
     """Runs the missing samples, with a progress bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures
-    from kvfold.eval.run.cell_result import CellResult
-    from kvfold.eval.run.dataframe import flat
+    from kvfold.eval.run.cell_result import CellResult, flat
     from kvfold.eval.run.run_folder import RECORDS, conclude, run_missing, samples_file
 
     samples = samples_file(out)

@@ -16,8 +16,7 @@ from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 from kvfold.eval.run import run_folder
 from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
-from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.dataframe import flat
+from kvfold.eval.run.cell_result import CellResult, flat
 from kvfold.eval.run.job import worker_spec
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.tasks import (

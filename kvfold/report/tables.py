@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.dataframe import flat
+from kvfold.eval.run.cell_result import CellResult, flat
 from kvfold.evidence.estimates import Estimate
 from kvfold.evidence.grouped import grouped
 from kvfold.methods.description import shortest

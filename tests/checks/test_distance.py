@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from kvfold.checks.distance import distances, top
+from kvfold.checks.measure import distances, top
 
 FULL, COMPRESSED = [2.0, 1.0, 0.0, -1.0], [1.5, 1.2, 0.0, -0.5]
 

@@ -348,8 +348,7 @@ def check_run(run: dict, of) -> None:
 
 def test_the_curve_over_the_threshold_is_that_of_the_records(bench: ModuleType) -> None:
     """Means of the two needles; other options of the method are not in it."""
-    curves = bench.claims_curves
-    points = {point.threshold: point[1:] for point in curves.curve(bench.RECORDS, "dbudgetkv")}
+    points = {point.threshold: point[1:] for point in bench.curve(bench.RECORDS, "dbudgetkv")}
     assert list(points) == [0.001, 0.01, 0.05, 0.1, 0.3]
     records = load_results([bench.RECORDS / "dbudgetkv" / "records.jsonl"])
     own = [one for one in records if one.cell.method == "dbudgetkv:threshold=0.1"]
@@ -357,7 +356,7 @@ def test_the_curve_over_the_threshold_is_that_of_the_records(bench: ModuleType) 
     assert points[0.1] == pytest.approx(
         (sum(one.score.value for one in own) / 2, 50 * sum(one.kept for one in own))
     )
-    assert len(curves.curve(bench.RECORDS, "simlayerkv")) == 8
+    assert len(bench.curve(bench.RECORDS, "simlayerkv")) == 8
 
 
 def test_budgets_are_the_shares_of_the_prompts_that_the_page_says(bench: ModuleType) -> None:

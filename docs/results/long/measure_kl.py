@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.checks.batches import PaddedIds
-from kvfold.checks.distance import distances
 from kvfold.checks.encoded import encode
+from kvfold.checks.measure import distances
 from kvfold.checks.prompts import prompts_of
 from kvfold.contexts.answer import end_tokens
 from kvfold.evidence.records import RecordFile

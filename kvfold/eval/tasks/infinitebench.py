@@ -18,9 +18,8 @@ from pydantic import Field
 from kvfold.eval.metrics.infinitebench import METRICS
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Question, Task, TaskSample, by_note
-from kvfold.eval.tasks.prompts import prompts_of
 
-PROMPTS = prompts_of("infinitebench")
+PROMPTS = source.prompts_of("infinitebench")
 QUESTION_FIRST = frozenset({"math_find", "code_run"})
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
 # JSON types of labels; texts of the other tasks.

@@ -16,9 +16,8 @@ from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import longbench as metrics
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Question, SampleRequest, Samples, Task, TaskSample
-from kvfold.eval.tasks.prompts import prompts_of
 
-HUB, PROMPTS = "THUDM/LongBench", prompts_of("longbench")
+HUB, PROMPTS = "THUDM/LongBench", source.prompts_of("longbench")
 # Tasks prompted without a chat template: few-shot lists and code, which the model continues.
 NO_CHAT = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 LONGBENCH_E = (

@@ -17,9 +17,8 @@ from pydantic import Field
 from kvfold.eval.metrics import loogle as metrics
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Metric, Question, Task, TaskSample, by_answer, by_note
-from kvfold.eval.tasks.prompts import prompts_of
 
-PROMPTS = prompts_of("loogle")
+PROMPTS = source.prompts_of("loogle")
 
 
 class _LooGLERow(source.DatasetRow):

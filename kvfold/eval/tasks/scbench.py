@@ -18,9 +18,8 @@ from pydantic import AliasChoices, BaseModel, Field
 from kvfold.eval.metrics.scbench import METRICS
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.base import Question, SampleRequest, Samples, Task, TaskSample, by_note
-from kvfold.eval.tasks.prompts import prompts_of
 
-PROMPTS = prompts_of("scbench")
+PROMPTS = source.prompts_of("scbench")
 # JSON types of labels; texts of the other tasks.
 LABELS = {
     "qa_eng": "text, number or truth value",

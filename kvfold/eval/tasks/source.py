@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import tomllib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -216,3 +218,29 @@ def text(path: Path) -> str:
     if not found.strip():
         raise KvfoldError(f"the text at {path} is empty")
     return found
+
+
+class TaskPrompt(NamedTuple):
+    """A task's prompt with `{context}` in it, the most tokens of an answer, and the skill tested.
+
+    Other names in braces are replaced by a row's fields. `summary` is one line about the task,
+    `answer_prefix` the answer's first words.
+    """
+
+    prompt: str
+    max_new_tokens: int
+    group: str
+    summary: str = ""
+    answer_prefix: str = ""
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """Texts before and after the context."""
+        before, after = self.prompt.split("{context}")
+        return before, after
+
+
+def prompts_of(benchmark: str) -> dict[str, TaskPrompt]:
+    """The prompts of a benchmark's tasks, by their names."""
+    text = files("kvfold.eval.tasks").joinpath(f"{benchmark}.toml").read_text(encoding="utf-8")
+    return {task: TaskPrompt(**about) for task, about in tomllib.loads(text).items()}
