@@ -22,6 +22,7 @@ from docs.generate import claims_evidence as kinds
 from docs.generate.made import DOCS, LETTERS, RESULTS, picture, table, with_parts
 from kvfold.eval.run.cell import TRUNCATED
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.evidence.pictures import legend_below
 from kvfold.report.load import load_results
 from kvfold.report.style import COLORS, GREY
 
@@ -262,7 +263,7 @@ def draw(records: Path, path: Path) -> None:
             _panel(panel, curve(records, folder), TITLES[folder])
         panels[0].set_ylabel("percent")
         panels[1].set_xscale("log")
-        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        legend_below(drawn, panels[:1], ncols=2)
 
 
 def _panel(panel: Axes, points: list[Point], title: str) -> None:

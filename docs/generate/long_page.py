@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from docs.generate.made import LETTERS, RESULTS, picture, table, write_part
 from docs.results.long.measure_kl import STRETCH, AnswerDistance
 from docs.results.long.measure_run import LongRun
+from kvfold.evidence.grouped import grouped
 from kvfold.evidence.intervals import Array, Interval, of_mean
 from kvfold.evidence.records import RecordFile
 from kvfold.report.style import BASELINE_DASH, COLORS, DASHES, GREY
@@ -57,50 +58,45 @@ def evicted(row: AnswerDistance) -> slice:
     return slice(first // STRETCH, None)
 
 
-def kl_table(rows: Sequence[AnswerDistance]) -> str:
-    """A row for each method, a pair of columns for each budget; by the KL at the first one."""
-    budgets, methods = (list(dict.fromkeys(of)) for of in zip(*_cells(rows), strict=True))
-    lines = {method: f"| `{method}` |" for method in methods}
-    head, rule = "| method |", "|---|"
-    order: dict[str, float] = {}
-    for budget in budgets:
-        counts = {sum(_cell(row) == (budget, method) for row in rows) for method in methods}
+def kl_table(rows: Sequence[AnswerDistance]) -> tuple[list[str], list[list[str]]]:
+    """Columns, a pair for each budget, and a row for each method, as `ranked` has them."""
+    of = grouped(((row.budget, row.method), row) for row in rows)
+    columns, lines = ["method"], {method: [f"`{method}`"] for method in ranked(rows)}
+    for budget in dict.fromkeys(budget for budget, _ in of):
+        counts = {len(of[budget, method]) for method in lines}
         assert len(counts) == 1, f"methods at {budget} have answers of their own"
-        head += f" KL at {budget}, n = {counts.pop()} | same token |"
-        rule += "---|---|"
-        for method in methods:
-            own = [row for row in rows if _cell(row) == (budget, method)]
+        columns += [f"KL at {budget}, n = {counts.pop()}", "same token"]
+        for method, cells in lines.items():
+            own = of[budget, method]
             kl = of_mean(_means([row.kl for row in own], own))
             agrees = np.mean(_means([row.agrees for row in own], own))
-            order.setdefault(method, float(kl.value))
-            lines[method] += f" {kl.value:.3f} ({max(kl.low, 0):.3f} to {kl.high:.3f}) |"
-            lines[method] += f" {agrees:.1%} |"
-    return "\n".join(
-        [head, rule, *(lines[name] for name in sorted(methods, key=order.__getitem__))]
-    )
+            cells += [f"{kl.value:.3f} ({max(kl.low, 0):.3f} to {kl.high:.3f})", f"{agrees:.1%}"]
+    return columns, list(lines.values())
 
 
 def ranked(rows: Sequence[AnswerDistance]) -> list[str]:
     """Methods by their KL at the smallest budget."""
-    means = {method: np.mean(_means([row.kl for row in own], own)) for method, own in _least(rows)}
+    means = {
+        method: np.mean(_means([row.kl for row in own], own))
+        for method, own in _least(rows).items()
+    }
     return sorted(means, key=means.__getitem__)
 
 
 def alike(rows: Sequence[AnswerDistance]) -> str:
     """The method of the lowest KL at the smallest budget, and those not told apart from it."""
     first, *others = ranked(rows)
-    own = dict(_least(rows))
+    own = _least(rows)
     same = [name for name in others if _apart(own[name], own[first]).low <= 0]
     told = f", which {len(own[first])} answers do not tell apart from "
     names = told + ", ".join(f"`{name}`" for name in same) if same else ""
     return f"Lowest KL at {own[first][0].budget} entries: `{first}`{names}."
 
 
-def _least(rows: Sequence[AnswerDistance]) -> list[tuple[str, list[AnswerDistance]]]:
+def _least(rows: Sequence[AnswerDistance]) -> dict[str, list[AnswerDistance]]:
     """Methods with their rows at the smallest budget."""
-    least = [row for row in rows if row.budget == min(row.budget for row in rows)]
-    names = dict.fromkeys(row.method for row in least)
-    return [(name, [row for row in least if row.method == name]) for name in names]
+    least = min(row.budget for row in rows)
+    return grouped((row.method, row) for row in rows if row.budget == least)
 
 
 def _apart(one: list[AnswerDistance], other: list[AnswerDistance]) -> Interval:
@@ -109,14 +105,6 @@ def _apart(one: list[AnswerDistance], other: list[AnswerDistance]) -> Interval:
     theirs = [base[row.answer] for row in one]
     ours = _means([row.kl for row in one], one)
     return of_mean(ours - _means([row.kl for row in theirs], theirs))
-
-
-def _cell(row: AnswerDistance) -> tuple[int, str]:
-    return row.budget, row.method
-
-
-def _cells(rows: Sequence[AnswerDistance]) -> list[tuple[int, str]]:
-    return list(dict.fromkeys(map(_cell, rows)))
 
 
 def _means(numbers: Sequence[Sequence[float]], rows: Sequence[AnswerDistance]) -> Array:
@@ -172,7 +160,7 @@ def draw_kl(rows: Sequence[AnswerDistance], path: Path) -> None:
 def tables() -> dict[str, str]:
     """What the page holds of each file of records."""
     distances = load_distances()
-    answers = f"{kl_table(distances)}\n\n{alike(distances)}"
+    answers = f"{table(*kl_table(distances))}\n\n{alike(distances)}"
     return {"runs.jsonl": runs_table(load("runs.jsonl")), "kl.jsonl": answers}
 
 

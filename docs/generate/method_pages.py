@@ -12,7 +12,7 @@ from typing import Any
 import kvfold
 from docs.generate import leaderboard
 from docs.generate.links import source
-from docs.generate.made import ROOT
+from docs.generate.made import ROOT, table
 from kvfold.errors import IllegalComposition
 from kvfold.evidence.grouped import grouped
 from kvfold.methods.base import Method, Stages, parse
@@ -30,10 +30,7 @@ its options: `"snapkv:window=16,kernel=5"`. `+` composes two methods: `"snapkv +
 [A method of your own](../own-methods.md) is one short file. `kvfold methods NAME` shows a method in
 the terminal.
 """
-COLUMNS = (
-    "| name | what it does | observes beside the entries | takes a budget | source |",
-    "|---|---|---|---|---|",
-)
+COLUMNS = "name", "what it does", "observes beside the entries", "takes a budget", "source"
 SYMBOLS_LINK = "[What the symbols mean](index.md#symbols)"
 SYMBOLS = """\
 ## Symbols
@@ -72,11 +69,11 @@ def presets(cls: type[Method]) -> dict[str, Method]:
 def overview() -> str:
     """The page that lists all methods."""
     rows = [
-        f"| [`{name}`]({name}.md) | {_plain(cls.summary)} | {_observes(preset(name))} "
-        f"| {'yes' if cls.takes_budget else 'no'} | {_paper(cls) or _origin(cls) or '–'} |"
+        [f"[`{name}`]({name}.md)", _plain(cls.summary), observed(stages_of(preset(name))[0]),
+         "yes" if cls.takes_budget else "no", _paper(cls) or _origin(cls) or "–"]
         for name, cls in classes().items()
-    ]
-    return "\n\n".join(["# Methods", INTRODUCTION, "\n".join([*COLUMNS, *rows]), SYMBOLS])
+    ]  # fmt: skip
+    return "\n\n".join(["# Methods", INTRODUCTION, table(COLUMNS, rows), SYMBOLS])
 
 
 def page(cls: type[Method]) -> str:
@@ -113,16 +110,16 @@ def _options(cls: type[Method]) -> str:
     found = options(cls)
     if not found:
         return "None."
-    rows = [f"| `{o.name}` | {o.kind} | `{o.default}` | {o.about} |" for o in found]
-    return "\n".join(["| option | kind | default | what it is |\n|---|---|---|---|", *rows])
+    rows = [[f"`{o.name}`", o.kind, f"`{o.default}`", o.about] for o in found]
+    return table(("option", "kind", "default", "what it is"), rows)
 
 
 def _presets(cls: type[Method]) -> list[str]:
     known = presets(cls)
     if not known:
         return []
-    rows = [f"| `{name}` | {_changes(method)} |" for name, method in known.items()]
-    return ["### Presets", "\n".join(["| name | values that differ |\n|---|---|", *rows])]
+    rows = [[f"`{name}`", _changes(method)] for name, method in known.items()]
+    return ["### Presets", table(("name", "values that differ"), rows)]
 
 
 def _changes(method: Method) -> str:
@@ -134,17 +131,17 @@ def _stages(stages: Stages, alone: bool) -> str:
     rows = []
     for step in steps(stages):
         given = ", ".join(f"{name}={value}" for name, value in step.options)
-        function = _function(step.function) if step.function else ""
-        rows.append(f"| {step.stage} | {function} | {given} | {step.about} |")
+        rows.append([step.stage, _function(step.function), given, step.about])
     if not rows:
         return "None: every entry stays as it is."
     before = "" if alone else "Stages that it adds to another method:\n\n"
-    head = "| stage | function | with | what it gives |\n|---|---|---|---|"
-    return before + "\n".join([head, *rows])
+    return before + table(("stage", "function", "with", "what it gives"), rows)
 
 
 def _function(function: Any) -> str:
-    """Name of a stage's function, with a link to its reference or to its file."""
+    """Name of a stage's function, with a link to its reference or to its file; "" of none."""
+    if not function:
+        return ""
     name, module = function.__name__, function.__module__
     if module.startswith(STAGES):
         return f"[`{name}`][{module}.{name}]"
@@ -199,10 +196,6 @@ def _refusal(one: str, other: str) -> str:
 
 def _linked(names: list[str]) -> str:
     return ", ".join(f"[`{name}`]({name}.md)" for name in names)
-
-
-def _observes(method: Method) -> str:
-    return observed(stages_of(method)[0])
 
 
 def _paper(cls: type[Method]) -> str:

@@ -63,11 +63,7 @@ def block(known: Mapping[str, Outcomes]) -> str:
     parts += ["### Refused", _grouped(refused)]
     if failed:
         parts += ["### Fails, with an error that is not kvfold's", _grouped(failed)]
-    parts += [
-        "### Not measured",
-        "No tiny model can be built:",
-        _grouped(unbuilt),
-    ]
+    parts += ["### Not measured", "No tiny model can be built:", _grouped(unbuilt)]
     return "\n\n".join(parts)
 
 

@@ -28,17 +28,10 @@ from docs.generate.made import RESULTS, ROOT
 from docs.generate.needle_rows import core
 from docs.generate.real_headline import MODEL
 from kvfold.errors import KvfoldError
+from kvfold.eval.run import run_folder
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import contenders
-from kvfold.eval.run.run_folder import (
-    RECORDS,
-    SAMPLES,
-    counted,
-    samples_file,
-    summarize,
-    write_records,
-)
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import select
 from kvfold.methods.description import without_files
@@ -146,8 +139,8 @@ def merged(
     Raises KvfoldError for a run of another model.
     """
     before: Sequence[CellResult] = []
-    if (out / RECORDS).is_file():
-        before = load_results([out / RECORDS])
+    if (out / run_folder.RECORDS).is_file():
+        before = load_results([out / run_folder.RECORDS])
     known = {one.cell.subject for one in before}
     others = {one.cell.subject for one in results} - known
     if before and others:
@@ -166,13 +159,15 @@ def publish(folder: Path, root: Path = ROOT) -> None:
     out = root / "docs" / "results"
     with tempfile.TemporaryDirectory() as name:
         copied = Path(name)
-        shutil.copy(folder / SAMPLES, copied)
-        samples = settled(of_newest_files(counted(samples_file(copied).load().records)))
-    results = named(summarize(samples))
+        shutil.copy(folder / run_folder.SAMPLES, copied)
+        samples = settled(
+            of_newest_files(run_folder.counted(run_folder.samples_file(copied).load().records))
+        )
+    results = named(run_folder.summarize(samples))
     results, rows, ours = merged(results, out)
     fresh = [sample for sample in samples if key(sample.cell) in ours]
     compact_samples.write(fresh, out / SAMPLE_ROWS, rows)
-    write_records(out, results)
+    run_folder.write_records(out, results)
     make_pages(results, root)
 
 
@@ -194,7 +189,7 @@ def main() -> None:
     if sys.argv[1:]:
         publish(Path(sys.argv[1]))
     else:
-        make_pages(load_results([RESULTS / RECORDS]))
+        make_pages(load_results([RESULTS / run_folder.RECORDS]))
 
 
 if __name__ == "__main__":

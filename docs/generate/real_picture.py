@@ -18,6 +18,7 @@ from matplotlib.ticker import NullLocator
 from docs.generate.made import LETTERS, picture
 from docs.generate.needle_rows import by_haystack, value
 from kvfold.eval.run.cell import FULL
+from kvfold.evidence.pictures import legend_below
 from kvfold.report.board import Board
 from kvfold.report.style import COLORS, GREY
 
@@ -63,15 +64,8 @@ def _draw(drawn: Figure, boards: Sequence[Board]) -> None:
         panel.set_title(when, fontsize=LETTERS)
         _panel(panel, [one for one in boards if one.question_aware == aware])
     panels[0].set_ylabel("found, %")
-    handles = {
-        label: handle
-        for panel in panels
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    drawn.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False,
-        fontsize=LETTERS, handlelength=2.4, columnspacing=1.0,
-    )  # fmt: skip
+    how = {"frameon": False, "fontsize": LETTERS, "handlelength": 2.4, "columnspacing": 1.0}
+    legend_below(drawn, panels, ncols=3, **how)
 
 
 def _panel(panel: Axes, boards: Sequence[Board]) -> None:

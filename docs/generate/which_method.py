@@ -238,7 +238,7 @@ def _without_budget(board: Board) -> Iterator[str]:
 
 def _long(of: Published) -> Iterator[str]:
     """The methods of the lowest KL at the smallest budget, and their bytes on the leaderboard."""
-    head, rule, *rows = long_page.kl_table(of.answers).splitlines()
+    columns, rows = long_page.kl_table(of.answers)
     names = long_page.ranked(of.answers)
     place = names.index("random")
     yield f"{long_page.alike(of.answers)} Eviction at random is number {place + 1} of {len(names)}."
@@ -249,9 +249,9 @@ def _long(of: Published) -> Iterator[str]:
         if row.budget == LEADERBOARD
     }
     shown = [*range(BEST), place]
-    cells = [held.get(names[at].partition(":")[0], needle_rows.NONE) for at in shown]
-    lines = [f"{rows[at]} {size} |" for at, size in zip(shown, cells, strict=True)]
-    yield "\n".join([f"{head} bytes |", f"{rule}---|", *lines])
+    sizes = [held.get(names[at].partition(":")[0], needle_rows.NONE) for at in shown]
+    lines = [[*rows[at], size] for at, size in zip(shown, sizes, strict=True)]
+    yield table([*columns, "bytes"], lines)
 
 
 def _zap() -> str:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from kvfold.bench.participants import AGAIN
 from kvfold.bench.record import BenchCell
 from kvfold.bench.summary import BenchRow
-from kvfold.evidence.pictures import bare, plain
+from kvfold.evidence.pictures import bare, legend_below, plain
 
 PANELS = {
     "first_token": "time to first token",
@@ -39,8 +39,7 @@ def figure(rows: Sequence[BenchRow]) -> Figure:
         panel.set_xlabel("× full cache", fontsize=9)
     panels[0].set_yticks(range(len(methods)), [plain(name) for name in methods], fontsize=8)
     panels[0].invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=2, frameon=False)
+    legend_below(drawn, panels[:1], fontsize=8, ncols=2, frameon=False)
     return drawn
 
 

@@ -34,7 +34,7 @@ from kvfold.checks.summary import cell, floor_of, leakage, lengths
 from kvfold.contexts.context import check_reusable
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvaluatedModel
-from kvfold.eval.run.plan import written
+from kvfold.eval.run.plan import as_list, written
 from kvfold.evidence.outputs import check_apart
 from kvfold.generation.length import check_length
 from kvfold.hf.arguments import checked_arguments
@@ -91,7 +91,7 @@ def check(
     `out`, and as `CompressedCache` for methods and budgets.
     """
     _check_tokens(tokens)
-    asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
+    asked = contenders(as_list(methods), as_list(budgets), question_aware)
     limits = limits_of(tolerance)
     if out is not None and isinstance(prompts, str | Path):
         check_apart([Path(out), Path(out) / RECORDS], [prompts])
@@ -294,7 +294,3 @@ def _check_tokens(tokens: int) -> None:
             f"{tokens} forced tokens measure nothing where a prompt is compressed as a whole: its "
             f"first token is predicted before that; give at least {LEAST_TOKENS}"
         )
-
-
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]

@@ -79,12 +79,7 @@ def command(
         typer.Option(help="Text around the needles.", show_default="repeated sentences"),
     ] = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Length of the documents.",
-            show_default=str(LENGTH),
-        ),
+        int | None, typer.Option(min=1, help="Length of the documents.", show_default=str(LENGTH))
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first document.")] = 0,
     budgets: Annotated[str, typer.Option(help="Ratios to keep; the middle one is drawn.")] = "0.2",

@@ -18,7 +18,7 @@ from kvfold.eval.run import run_folder
 from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult, flat
 from kvfold.eval.run.job import worker_spec
-from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
+from kvfold.eval.run.plan import EvalPlan, TaskSamples, as_list, contenders
 from kvfold.eval.tasks import (
     NoData,
     SampleRequest,
@@ -72,7 +72,7 @@ def evaluate(
     there, and `kvfold report` reads it. Raises KvfoldError for unknown names, for data that cannot
     be read or that a file of `out` would replace, and if no sample has an answer.
     """
-    competing = contenders([str(one) for one in _as_list(methods)], _as_list(budgets))
+    competing = contenders([str(one) for one in as_list(methods)], as_list(budgets))
     readable = max_length or readable_tokens(model)
     request = SampleRequest(
         samples=samples,
@@ -83,11 +83,11 @@ def evaluate(
     )
     if out is not None:
         run_folder.check_unread(Path(out), request)
-    asked = [usual_length(readable)] if lengths is None else _as_list(lengths)
+    asked = [usual_length(readable)] if lengths is None else as_list(lengths)
     sizes = [count_of("lengths", each) for each in asked]
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     plan = EvalPlan(
-        wanted=tuple(drawn(_as_list(tasks), request, sizes)),
+        wanted=tuple(drawn(as_list(tasks), request, sizes)),
         subject=EvaluatedModel.of(name, model, tokenizer),
         protocol=EvalProtocol(
             question_aware=question_aware, max_length=readable, answer_tokens=answer_tokens
@@ -199,7 +199,3 @@ def _run(
         reasons = dict.fromkeys(reason for record in own for reason in record.errors)
         raise KvfoldError(f"no sample has an answer: {'; '.join(list(reasons)[:3])}")
     return [flat(record, CellResult) for record in own]
-
-
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,16 @@ def bare(panel: Axes, grid: Literal["both", "y"] | None = None) -> None:
     if grid is not None:
         panel.grid(axis=grid, color="#ececec", linewidth=0.8)
         panel.set_axisbelow(True)
+
+
+def legend_below(drawn: Figure, panels: Iterable[Axes], **options: Any) -> None:
+    """One legend of all panels below them, each label once."""
+    handles = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    drawn.legend(handles.values(), handles.keys(), loc="outside lower center", **options)
 
 
 def save(figure: Figure, path: Path, **options: Any) -> None:

@@ -40,8 +40,7 @@ def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, 
         "fields": FIELDS,
         "methods": [
             {"name": name, "label": label(name),
-             "baseline": name in BASELINES, "full": name == FULL, "color": style.color,
-             "shape": style.shape, "dash": style.dash}
+             "baseline": name in BASELINES, "full": name == FULL, **style._asdict()}
             for name, style in styles.items()
         ],
         "boards": [
@@ -54,7 +53,6 @@ def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, 
 def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
     """The page's data of one board."""
     overall = board.overall()
-    views = board.views()
     claim = headline(overall, board.when)
     weak = sorted({r.cell.task for r in board.scored if r.cell.method == FULL and near_guessing(r)})
     caution = [
@@ -71,16 +69,7 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
         "lengths": board.lengths(board.scored),
         "groups": board.groups,
         "weak": weak,
-        "views": [
-            {
-                "kind": v.kind,
-                "name": v.name,
-                "length": v.length,
-                "haystack": v.haystack,
-                "rows": _rows(v.rows, order),
-            }
-            for v in views
-        ],
+        "views": [view._asdict() | {"rows": _rows(view.rows, order)} for view in board.views()],
         "texts": [
             {"name": name, "rows": _rows(rows(own), order, lower=True)}
             for name, own in board.texts.items()

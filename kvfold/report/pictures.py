@@ -13,7 +13,7 @@ from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.evidence.estimates import Estimate
 from kvfold.evidence.grouped import grouped
-from kvfold.evidence.pictures import bare, plain
+from kvfold.evidence.pictures import bare, legend_below, plain
 from kvfold.report.board import Board
 from kvfold.report.style import COLORS, GREY, LineStyle, label
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
@@ -45,15 +45,7 @@ def pareto(board: Board, styles: dict[str, LineStyle]) -> Figure:
         panel.set_title(plain(title), loc="left", fontsize=11)
     for spare in axes[len(panels) :]:
         spare.set_visible(False)
-    handles = {
-        label: handle
-        for panel in axes
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    drawn.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8,
-        frameon=False,
-    )  # fmt: skip
+    legend_below(drawn, axes, ncols=5, fontsize=8, frameon=False)
     return drawn
 
 

@@ -17,14 +17,7 @@ from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.stats import Stats
 from kvfold.errors import KvfoldError
-from kvfold.eval.lm_eval.score import (
-    ScoringSplit,
-    check_crops,
-    check_evicts_while_streaming,
-    log_probs,
-    prefill,
-    stream,
-)
+from kvfold.eval.lm_eval import score
 from kvfold.generation.generate import generate
 from kvfold.loading import device_or_usual
 from kvfold.methods.base import Method, parse, spelled_out
@@ -159,9 +152,9 @@ class KvfoldLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, is greedy) of each continuation; equal contexts are read once."""
-        check_crops(self.method)
+        score.check_crops(self.method)
         splits = [
-            ScoringSplit.of(context, after, self.max_length) for _, context, after in requests
+            score.ScoringSplit.of(context, after, self.max_length) for _, context, after in requests
         ]
         sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, split in enumerate(splits):
@@ -185,14 +178,14 @@ class KvfoldLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _score(
-        self, context: tuple[int, ...], splits: list[ScoringSplit]
+        self, context: tuple[int, ...], splits: list[score.ScoringSplit]
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, is greedy) of the continuations of one context.
 
         Continuations that differ only in their last token share one forward.
         """
         cache = self._new_cache()
-        prefill(self.model, cache, self._ids(context))
+        score.prefill(self.model, cache, self._ids(context))
         if context:
             self.cache_records["log_likelihood"].add(cache.stats())
         known: dict[tuple[int, ...], Tensor] = {}
@@ -200,7 +193,9 @@ class KvfoldLM(HFLM):
         for split in splits:
             if split.scored_input not in known:
                 inputs = self._ids(split.scored_input)
-                known[split.scored_input] = log_probs(self.model, cache, inputs, self.softmax_dtype)
+                known[split.scored_input] = score.log_probs(
+                    self.model, cache, inputs, self.softmax_dtype
+                )
             likely = known[split.scored_input]
             tokens = self._ids(split.continuation)[0]
             total = float(likely.gather(-1, tokens[:, None]).sum())
@@ -213,7 +208,7 @@ class KvfoldLM(HFLM):
         A text is split into HFLM's windows; each starts with an empty cache. Raises KvfoldError
         for methods and budgets that would never evict.
         """
-        check_evicts_while_streaming(self.method, self.budget)
+        score.check_evicts_while_streaming(self.method, self.budget)
         totals = []
         for request in tqdm(requests, disable=disable_tqdm or self.rank != 0):
             (text,) = request.args
@@ -223,7 +218,7 @@ class KvfoldLM(HFLM):
             total = 0.0
             for given, scored in map(make_disjoint_window, windows):
                 cache, ids = self._new_cache(), self._ids(given + scored)
-                total += stream(self.model, cache, ids, len(scored), self.softmax_dtype)
+                total += score.stream(self.model, cache, ids, len(scored), self.softmax_dtype)
                 self.cache_records["rolling"].add(cache.stats())
             totals.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)

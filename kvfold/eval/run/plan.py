@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvfold.budget import Budget
 from kvfold.cache.copy_to_budget import observing_alike
@@ -52,6 +52,11 @@ def contenders(methods: Sequence[str], budgets: Sequence[str]) -> list[Contender
         own = [*amounts] if method.takes_budget else [None]
         found += [(str(method), amount) for amount in own]
     return list(dict.fromkeys(found))
+
+
+def as_list(given: Any) -> list[Any]:
+    """A list of what is given as one or as several."""
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def written(budget: Budget) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -74,25 +74,15 @@ class Progress:
         finite = bool(gram.isfinite().all()) and bool(cross.isfinite().all())
         if not (fits and finite and 0 < done <= texts and count > 0):
             raise self._unreadable("its sums are damaged")
-        return Progress(
-            self.path,
-            self.about,
-            done,
-            Features(scales, projections),
-            RidgeSums(gram, cross, count),
-        )
+        features, sums = Features(scales, projections), RidgeSums(gram, cross, count)
+        return replace(self, done=done, features=features, sums=sums)
 
     def _unreadable(self, why: object) -> KvfoldError:
         return KvfoldError(f"cannot resume from {self.path} ({why}): fit without resume")
 
     def save(self, done: int, features: Features, sums: RidgeSums) -> None:
         """Stores the sums over the first `done` texts; raises KvfoldError if that fails."""
-        tensors = {
-            "scales": features.scales,
-            "projections": features.projections,
-            "gram": sums.gram,
-            "cross": sums.cross,
-        }
+        tensors = vars(features) | {"gram": sums.gram, "cross": sums.cross}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         numbers = {"about": self.about, "done": str(done), "count": str(sums.count)}
         with replacing(self.path) as temporary:
