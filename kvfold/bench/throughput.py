@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from pydantic import BaseModel
 
+from kvfold.bench.models import ModelSource
 from kvfold.bench.participants import (
     FULL,
     FullParticipant,
@@ -29,13 +30,10 @@ from kvfold.methods.base import parse
 SIZE_INTERVAL = 64
 
 
-class ThroughputCell(BaseModel, frozen=True):
+class ThroughputCell(ModelSource, frozen=True):
     """A workload: `prompt` and `generated` tokens per row, and the `cap` on weights plus cache in
     bytes."""
 
-    name: str
-    dtype: str
-    seed: int
     prompt: int
     generated: int
     cap: int

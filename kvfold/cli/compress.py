@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,17 +22,9 @@ from kvfold.terminal import console, messages, print_json
 from kvfold.writing import check_place, has_content
 
 if TYPE_CHECKING:
-    from kvfold.jobs.compress import CompressJob, Job, LevelJob
-    from kvfold.methods.stages.select.one_set import Rule
-
-
-from typing import TYPE_CHECKING, Any
-
-from kvfold.cli.options import checked
-
-if TYPE_CHECKING:
     from kvfold.budget import Budget
-    from kvfold.jobs.compress import CompressJob, CompressOptions
+    from kvfold.jobs.compress import CompressJob, CompressOptions, Job, LevelJob
+    from kvfold.methods.stages.select.one_set import Rule
 
 
 # The budget of methods that take one, if none is given.
@@ -145,8 +137,8 @@ def command(
     if budgets is not None:
         if len(documents) > 1 or ray is not None or budget is not None or level is not None:
             raise KvfoldError("--budgets is for one document, without --budget, --level and --ray")
-        path, limits = _file(documents[0], out), budgets_of(method, budgets)
-        paths = paths_of(path, list(limits))
+        path, limits = _file(documents[0], out), _budgets_of(method, budgets)
+        paths = _paths_of(path, list(limits))
         check_apart(paths, options.read_with(chosen, documents))
         text = options.read_text(documents[0], encoding)
         there = []
@@ -154,7 +146,7 @@ def command(
             if _is_there(each, force):
                 there.append(CompressJob(text, each, replace(request, budget=part)))
                 check_options(each, there[-1].options)
-        compress_to_budgets(notes, model, loading, text, path, limits, request, there, as_json)
+        _compress_to_budgets(notes, model, loading, text, path, limits, request, there, as_json)
     elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         check_apart([path], options.read_with(chosen, documents))
@@ -267,11 +259,11 @@ def _compress_one(
     say_ask(model, path)
 
 
-def budgets_of(method: str, texts: str) -> dict[str, Budget]:
+def _budgets_of(method: str, texts: str) -> dict[str, Budget]:
     """Budgets by their texts in a list such as "0.5,0.3"; raises KvfoldError as a cache would."""
     found: dict[str, Budget] = {}
     for text in filter(None, map(str.strip, texts.split(","))):
-        _, limit = checked(method, text)
+        _, limit = options.checked(method, text)
         assert limit is not None
         found[text] = limit
     if not found:
@@ -279,46 +271,46 @@ def budgets_of(method: str, texts: str) -> dict[str, Budget]:
     return found
 
 
-def paths_of(path: Path, budgets: Sequence[str]) -> list[Path]:
+def _paths_of(path: Path, budgets: Sequence[str]) -> list[Path]:
     """Files beside `path`, named by their budgets: contract-0.5.kvfold."""
     return [path.with_name(f"{path.stem}-{budget}{path.suffix}") for budget in budgets]
 
 
-def compress_to_budgets(
+def _compress_to_budgets(
     notes: Console,
     model: str,
     loading: Loading,
     text: str,
     path: Path,
     budgets: dict[str, Budget],
-    options: CompressOptions,
+    request: CompressOptions,
     there: Sequence[CompressJob],
     as_json: bool,
 ) -> None:
-    """Writes the files of `paths_of` and prints kept entries and bytes.
+    """Writes the files of `_paths_of` and prints kept entries and bytes.
 
     Raises KvfoldError for a file that is `there` of another model or of other tokens.
     """
     from kvfold.contexts.context import compress_each
     from kvfold.jobs.compress import check_same
 
-    if options.compress == "per_chunk":
+    if request.compress == "per_chunk":
         raise KvfoldError("per_chunk compresses while reading, to one budget: leave out --budgets")
     network, tokenizer = load(model, loading)
     check_same(there, network, tokenizer)
     made: list[dict[str, Any]] = []
     with progress(notes) as bar, watched(network, bar):
         contexts = compress_each(
-            network, tokenizer, text, options.method, list(budgets.values()), **options.reading
+            network, tokenizer, text, request.method, list(budgets.values()), **request.reading
         )
-        for file, context in zip(paths_of(path, list(budgets)), contexts, strict=True):
-            context.save(file, codec=options.codec)
+        for file, context in zip(_paths_of(path, list(budgets)), contexts, strict=True):
+            context.save(file, codec=request.codec)
             made.append({"file": file, "bytes": file.stat().st_size, "stats": context.stats()})
     if as_json:
         print_json([{**each, "stats": stats_json(each["stats"])} for each in made])
         return
     numbers = ("budget", "kept", "bytes of the file")
-    shown = table(str(options.method), "file", *numbers, right=numbers)
+    shown = table(str(request.method), "file", *numbers, right=numbers)
     for each in made:
         kept = f"{each['stats'].kept_fraction:.1%}"
         shown.add_row(str(each["file"]), each["stats"].budget, kept, size(each["bytes"]))
