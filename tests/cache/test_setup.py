@@ -14,6 +14,8 @@ import torch
 
 import kvfold
 from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel
+from kvfold.cache.plan import checked_sizes
+from kvfold.methods.stages.base import Stages
 from tests.helpers.models import build, prompts
 from tests.helpers.truth import Reader
 
@@ -142,3 +144,13 @@ def test_a_cache_is_made_for_the_model_itself(model):
         CompressedCache(torch.compile(model, backend="eager"), "snapkv", 40)
     with pytest.raises(UnsupportedModel, match="not 'my-model': load it first"):
         CompressedCache("my-model", "snapkv", 40)
+
+
+@pytest.mark.parametrize(("sizes", "allowed"), [([0, 20], True), ([-1, 21], False), ([20], False)])
+def test_a_layer_may_be_allocated_nothing_but_no_less(sizes, allowed):
+    stages = Stages(score=lambda seen: seen.keys[..., 0], allocate=lambda *_: sizes)
+    if allowed:
+        assert checked_sizes(stages, 20, 10, 2) == sizes
+    else:
+        with pytest.raises(KvfoldError, match="whole numbers from 0 on"):
+            checked_sizes(stages, 20, 10, 2)

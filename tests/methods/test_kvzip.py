@@ -415,3 +415,15 @@ def test_a_text_of_no_token_says_so():
     small, tokenizer = kvfold.bundled_model()
     with pytest.raises(KvfoldError, match="there is no text to compress"):
         kvfold.compress(small, tokenizer, "", "kvzip", 0.5)
+
+
+def test_a_first_prompt_without_its_forwards_is_refused_and_later_ones_are_read():
+    small, tokenizer = kvfold.bundled_model()
+    cache, ids = CompressedCache(small, "kvzip", 20, tokenizer=tokenizer), torch.full((1, 40), 7)
+    with torch.no_grad():
+        with pytest.raises(KvfoldError, match="runs forwards of its own over a first prompt"):
+            small(ids, past_key_values=cache)
+        context = kvfold.compress(small, tokenizer, "the garden was quiet " * 20, "kvzip", 20)
+        before = context.cache.get_seq_length()
+        small(ids, past_key_values=context.cache)
+    assert context.cache.get_seq_length() == before + 40
