@@ -123,7 +123,7 @@ class Claim:
         return IN_PART if "reproduced" in found and not lost else "not reproduced"
 
     def remark(self, records: Path) -> str:
-        """What is said below the table."""
+        """The notes below the table."""
         told = self.verdict(records) in ("reproduced", NOT_RUN)
         return "; ".join(text for text in ("" if told else self.why, self.note) if text)
 

@@ -37,7 +37,7 @@ def table() -> dict[str, Any]:
 
 
 def sets() -> dict[str, Any]:
-    """What docs/results/kvpress/measure.py measured, by the press."""
+    """The measurements of docs/results/kvpress/measure.py, by the press."""
     measured: dict[str, Any] = json.loads(
         (DOCS / "results" / "kvpress" / "sets.json").read_text("utf-8")
     )

@@ -59,7 +59,7 @@ NOT_SHOWN = (
 
 @dataclass(frozen=True)
 class DemoRow:
-    """What one method at one budget gave: answers of all documents, and steps of requests."""
+    """The outcome of one method at one budget: answers of all documents, and steps of requests."""
 
     method: str
     known: list[str]

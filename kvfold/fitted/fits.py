@@ -85,14 +85,14 @@ def path_of(source: PartsSource) -> str:
 
 
 def _read(source: PartsSource) -> Fitted:
-    """What is in the source's file, for any model."""
+    """The content of the source's file, for any model."""
     if isinstance(source, FittedFile):
         return read_kind(path_of(source), source.kind)[0]
     return source.read()
 
 
 def _fitted_in(source: PartsSource | None, model: PreTrainedModel) -> Any:
-    """What is in the source's file, checked to be of the model."""
+    """The content of the source's file, checked to be of the model."""
     if source is None:
         return None
     path = path_of(source)

@@ -116,7 +116,7 @@ class FittedFile:
 
 
 class ScoredEntries(Protocol):
-    """What a fitted scorer reads of an observation: `values [B, H, T, Dv]`, un-rotated keys."""
+    """A fitted scorer's view of an observation: `values [B, H, T, Dv]`, un-rotated keys."""
 
     @property
     def values(self) -> Tensor: ...

@@ -65,7 +65,7 @@ def fitted_for_engine(
 
 
 def _fit(source: FittedFile, ropes: Iterable[Tensor]) -> Fitted:
-    """What was fitted for a model with the engine's RoPE."""
+    """The fits of a model with the engine's RoPE."""
     if source.file == "none":
         raise ScorerFileError(
             f"{source.kind.method} needs a file that was fitted for the engine's model: "

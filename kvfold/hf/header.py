@@ -102,7 +102,7 @@ def model_differences(here: ModelHeader, there: ModelHeader, weights: bool) -> l
 
 
 def _other_weights(here: str, there: str) -> str:
-    """How two checksums of weights, and of adapters, differ."""
+    """The difference of two checksums of weights, and of adapters, in words."""
     if "+" in there and ADAPTERS not in there:
         return (
             "adapters whose weights and scales this older file does not name: compress again, or "

@@ -53,7 +53,7 @@ def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
 
 @dataclass(frozen=True)
 class ReadBy:
-    """What a cache was read by: adapters, a sample of each weight, and RoPE."""
+    """The reader of a cache: adapters, a sample of each weight, and RoPE."""
 
     adapters: Adapters
     weights: bytes

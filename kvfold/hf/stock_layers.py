@@ -147,7 +147,7 @@ def _detached(value: Any) -> Any:
 
 
 def attributes(layer: Any) -> dict[str, Any]:
-    """What a layer holds by name, dicts flattened to names `attribute/key`."""
+    """A layer's attributes by name, dicts flattened to names `attribute/key`."""
     flat: dict[str, Any] = {}
     for name, value in vars(layer).items():
         if isinstance(value, dict):

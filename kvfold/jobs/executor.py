@@ -72,19 +72,19 @@ class WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class JobDone:
-    """What a worker sends after the last result of its job."""
+    """A worker's message after the last result of its job."""
 
 
 @dataclass(frozen=True)
 class JobFailed:
-    """What a worker sends after the results of a job that raised, as `why` tells."""
+    """A worker's message after the results of a job that raised, as `why` tells."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class ModelFailed:
-    """What a worker sends in place of results: it has no model, as `why` tells."""
+    """A worker's message in place of results: it has no model, as `why` tells."""
 
     why: str
 

@@ -228,7 +228,7 @@ def _check_head_sizes(stages: Stages, sizes: Tensor, wanted: Sequence[int]) -> N
 
 
 def _told(given: object) -> str:
-    """What a stage gave, in words: dtype and shape of a tensor, else its type."""
+    """A stage's result, in words: dtype and shape of a tensor, else its type."""
     if isinstance(given, Tensor):
         return f"{given.dtype} {list(given.shape)}"
     return f"a {type(given).__name__}"
