@@ -164,7 +164,7 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
     needs = stages.needs
     squares = ColumnSquares in needs.by_kind
     alone = not needs.only_attention or squares or needs.beyond_attention
-    if alone or key.shape[1] != heads:
+    if alone or key.shape[1] != heads or not alike[0].observers.only_sums:
         seen = [_observed_row(state, calls[state]) for state in alike]
         return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
     rows = joined([row for state in alike if (row := calls[state].row) is not None])
@@ -189,7 +189,9 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
     if ColumnSums in needs.by_kind:
         sums = mean_of_heads(call.row, call.key.shape[1])
         squares = sums.square() if ColumnSquares in needs.by_kind else None
-        observers.read(state, call._replace(sums=sums, squares=squares))
+        call = call._replace(sums=sums, squares=squares)
+    if observers.of_forwards:
+        observers.read(state, call)
     store = state.dense_store()
     positions = store.stored_columns if state.sequence.valid is None else None
     if needs.beyond_attention or positions is None or positions.shape[1] != call.key.shape[1]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold.kernels.views import Named
 from kvfold.observers.base import Layer, Need, Needs, Observer, Rows
 from kvfold.observers.call import AttentionCall
+from kvfold.observers.column_sums import RunningSums
 from kvfold.observers.last_queries import LastQueries, WindowQueries
 from kvfold.observers.query_moments import QueryMomentsNeed
 from kvfold.observers.stored import KeptScores, KeyMoves, PreviousScores
@@ -32,7 +33,7 @@ class Observers:
     """The observers of one layer, by the kinds of their needs.
 
     `window` queries, `kept` scores and key `moves` are held for every method; `of_forwards` are
-    those that note each forward.
+    those that note each forward, `only_sums` is True if these are sums of attention alone.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Observers:
         self.by_kind, self.window, self.kept, self.moves = by_kind, window, kept, moves
         self._all = list(dict.fromkeys([*by_kind.values(), window, kept, moves]))
         self.of_forwards = [each for each in self._all if type(each).read is not Observer.read]
+        self.only_sums = all(isinstance(each, RunningSums) for each in self.of_forwards)
         self._of_pieces = [
             each for each in self._all if type(each).read_piece is not Observer.read_piece
         ]

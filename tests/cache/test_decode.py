@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One token comes and one entry of each head goes: nothing is moved, and nothing else changes."""
 
+import dataclasses
+from typing import ClassVar
+
 import pytest
 import torch
 
 import kvfold
 from kvfold.cache import decode
 from kvfold.cache import layer as layer_module
+from kvfold.errors import KvfoldError
+from kvfold.observers.base import Need, Needs, Observer
 from kvfold.store.dense import DenseStore
 from tests.helpers.budgets import HOLDING
 from tests.helpers.models import build
@@ -213,3 +218,47 @@ def test_rows_shorter_than_the_sinks_keep_what_they_keep_alone():
     together = kept(ids, (ids > 0).long())
     for mine, alone in zip(together, kept(ids[:1, 2:], torch.ones(1, 3)), strict=True):
         assert [(head - 2).tolist() for head in mine] == [head.tolist() for head in alone]
+
+
+class CountsQueries(Observer[int]):
+    """An observer of a method of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = 0
+
+    def read(self, layer, call):
+        self.queries += call.query.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueriesRead(Need[int]):
+    beyond_attention: ClassVar[bool] = False
+
+    def observer(self, fitted=None):
+        return CountsQueries()
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(kvfold.Method):
+    """A method that has the queries counted, too."""
+
+    spec: str
+
+    def stages(self):
+        own = kvfold.parse(self.spec).stages()
+        needs = Needs(*own.needs.observed, QueriesRead(), only_attention=own.needs.only_attention)
+        return dataclasses.replace(own, needs=needs)
+
+
+@pytest.mark.parametrize("spec", ["tova", "h2o", "d2o", "keydiff", "keydiff + every:interval=4"])
+def test_an_observer_sees_every_forward_however_entries_leave(spec):
+    model, ids = build("llama"), torch.arange(3, 63)[None]
+    cache = kvfold.CompressedCache(model, Counting(spec), 20)
+    with torch.no_grad():
+        for piece in ids.split([40, *[1] * 20], 1):
+            model(piece, past_key_values=cache)
+    noted = [state.observers[QueriesRead].queries for state in cache.states]
+    assert noted == [60] * len(cache.states)
+    with pytest.raises(KvfoldError, match="at every step|after every 4 tokens"):
+        kvfold.generate(model, ids, cache=cache, compile=True, max_new_tokens=2)

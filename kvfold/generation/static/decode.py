@@ -27,7 +27,7 @@ from kvfold.hf.models import stock_generate
 from kvfold.hf.versions import CACHE
 from kvfold.methods.base import Stages
 from kvfold.methods.stages.when import Hold, Once
-from kvfold.observers.column_sums import ColumnSums
+from kvfold.observers.of_layer import Observers
 from kvfold.observers.surprise import SurpriseNeed
 
 GRAPHS = 64  # most graphs of one model, before torch.compile refuses more
@@ -173,7 +173,7 @@ def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
 
 def check_compiled(model: PreTrainedModel, cache: CompressedCache, beams: int = 1) -> None:
     """Raises KvfoldError or UnsupportedModel if a graph cannot do the work of each step."""
-    reason = _step_of(cache.method.stages())
+    reason = _step_of(cache.method.stages(), cache.states[0].observers)
     if reason is not None:
         raise KvfoldError(
             f"compile=True does not go with {cache.method}, which {reason}: leave compile out"
@@ -196,13 +196,13 @@ def check_compiled(model: PreTrainedModel, cache: CompressedCache, beams: int = 
         raise KvfoldError("compile=True is for greedy decoding and sampling, not for beams")
 
 
-def _step_of(stages: Stages) -> str | None:
+def _step_of(stages: Stages, observers: Observers) -> str | None:
     """Work of a method's steps that a graph cannot do; None if there is none."""
     if stages.positions == "reindex":
         return "moves its sinks at every step"
     if isinstance(stages.when, Hold):
         alone = stages.merge is None or stages.merge.one is not None
-        if stages.needs.beyond_attention:
+        if stages.needs.beyond_attention or not observers.only_sums:
             return "reads more than entries and attention at every step"
         return None if alone else "merges an evicted entry into many others at every step"
     if stages.rounds is not None:
@@ -211,5 +211,6 @@ def _step_of(stages: Stages) -> str | None:
         return "may still compress the prompt at every step"
     if SurpriseNeed in stages.needs:
         return "reads the logits of each token at every step"
-    adding = ColumnSums in stages.needs
-    return "adds up attention at every step" if adding else None
+    if not observers.only_sums:
+        return "notes more than attention at every step"
+    return "adds up attention at every step" if observers.of_forwards else None
