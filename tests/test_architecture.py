@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.import_graph import MODULES, circles, imports, nodes, text
 
 # From the foundation up: a wing imports its own floor's modules and those of the floors below.
@@ -44,6 +46,7 @@ def wing(module: str) -> str:
     return next((name for name in names if name in FLOOR), parts[0])
 
 
+@pytest.mark.slow
 def test_nothing_imports_upwards() -> None:
     wrong = {}
     for module in set(MODULES) - {"kvfold"}:

@@ -260,5 +260,5 @@ def test_an_observer_sees_every_forward_however_entries_leave(spec):
             model(piece, past_key_values=cache)
     noted = [state.observers[QueriesRead].queries for state in cache.states]
     assert noted == [60] * len(cache.states)
-    with pytest.raises(KvfoldError, match="at every step|after every 4 tokens"):
+    with pytest.raises(KvfoldError, match=r"at every step|after every 4 tokens"):
         kvfold.generate(model, ids, cache=cache, compile=True, max_new_tokens=2)

@@ -80,6 +80,7 @@ def test_rows_end_where_they_end_alone(
     assert len({answer.tokens for answer in together}) > 1
 
 
+@pytest.mark.slow
 def test_answers_to_attacks_are_those_of_each_alone(model) -> None:
     batch, cell = rows(True), ("snapkv:window=4", "0.5")
     together = measurements(model)._generated(batch, cell)

@@ -60,6 +60,7 @@ def test_the_budget_is_that_of_exhaustive_search(
     assert found.certified == (alone.kl.value <= curve[place])
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_held_out_prompts_is_refused(
     measured, encoded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_what_fails_on_the_held_out_prompts_is_refused(
     assert found.certified or "on the held-out prompts, the mean KL is" in found.reason
 
 
+@pytest.mark.slow
 def test_a_method_without_budget_passes_or_not(measured, encoded) -> None:
     loose = CheckLimits(mean_kl=1e9, p99_kl=1e9, shortest=0, longest=1e9)
     kivi = kvfold.parse("kivi:bits=4,group=8,residual=8")

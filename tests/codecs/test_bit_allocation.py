@@ -100,6 +100,7 @@ def test_the_cost_of_a_plan_is_its_bytes_before_entropy_coding(budget):
     assert np.square(made - given).sum() == pytest.approx(plan.error)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", [40, 72, 100, 140])
 def test_one_step_is_better_than_a_plan_of_as_many_bytes(budget):

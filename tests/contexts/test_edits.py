@@ -51,6 +51,7 @@ def heads_of(context: Context) -> int:
     return sum(len(row) for layer in context.stats().kept for row in layer)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["splice", "reread"])
 @pytest.mark.parametrize(("method", "budget"), [("full", None), ("kvzip", 0.3)])

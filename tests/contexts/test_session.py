@@ -63,6 +63,7 @@ def test_turns_within_the_budget_equal_a_chat_over_the_same_opening(model, token
     assert session.record.compactions == 0 and session.stats().kept_fraction == 1
 
 
+@pytest.mark.slow
 def test_each_token_is_read_once(model, new):
     kvfold.CompressedCache(model, "knorm", 0.5)  # a model is tried out before its first cache
     read: list[int] = []
@@ -79,6 +80,7 @@ def test_each_token_is_read_once(model, new):
     assert session.record.compactions > 1 and session.record.turns == 12
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("method", ["knorm", "snapkv:window=4", "h2o", "adakv:window=4"])
 def test_entries_stay_within_budget_and_slack(new, method):

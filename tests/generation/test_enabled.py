@@ -62,6 +62,7 @@ def test_options_of_the_cache_and_of_generate(model):
     assert got.past_key_values.stats().kept_fraction < 0.5
 
 
+@pytest.mark.slow
 def test_two_threads_at_once(model):
     texts = [prompts((length,)) for length in (64, 50, 40, 33)]
     expected = [explicit(model, ids, mask, "snapkv:window=8", 20) for ids, mask in texts]

@@ -146,6 +146,7 @@ def test_a_padded_row_is_fitted_as_alone(spec):
             torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_copies_of_one_reading_are_fitted_each_by_its_own_layers():
     model, tokenizer = model_of(), word_tokenizer()
     budgets = [20, 40]

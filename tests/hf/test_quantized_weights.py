@@ -105,6 +105,7 @@ def test_after_eviction_it_is_masked_dense(load):
         assert worst(found, expected) < 1e-4 and worst(everything, expected) > 0.1
 
 
+@pytest.mark.slow
 def test_a_context_file_is_of_these_weights(load, folder, tmp_path):
     tokenizer = word_tokenizer()
     context = kvfold.compress(load(), tokenizer, DOCUMENT, "kvzip", 40)

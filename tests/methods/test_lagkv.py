@@ -107,6 +107,7 @@ def test_blocks_keep_their_best(preset, heads, lengths):
     assert_prefill(f"{preset}:lag=6,sinks={sinks}", SMALL, heads, lengths, keep)
 
 
+@pytest.mark.slow
 @SHAPES
 def test_blocks_may_compete(heads, lengths):
     keep = per_head(lambda head: competing(head, SMALL, 4, 6))

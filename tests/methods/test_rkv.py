@@ -83,6 +83,7 @@ NAMES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @SHAPES
 @NAMES
 def test_prompts_by_hand(name, lam, spare_first, heads, lengths):

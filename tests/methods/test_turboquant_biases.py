@@ -56,6 +56,7 @@ def logits(model: Any, ids: Tensor, cache: Any, prompt: int) -> Tensor:
     return torch.cat(found).double().log_softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("spec", "budget", "prompt"),
@@ -120,6 +121,7 @@ def test_means_are_those_of_the_first_keys_before_rope_and_stay():
     assert all(map(torch.equal, means_of(reader), first))
 
 
+@pytest.mark.slow
 def test_a_padded_row_has_the_means_that_it_has_alone():
     model = biased()
     together, (ids, _) = start(model, TURBO, PADDED), prompts(PADDED)
@@ -139,6 +141,7 @@ def test_a_padded_row_has_the_means_that_it_has_alone():
             torch.testing.assert_close(rows[2 * row : 2 * row + 2], own, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [TURBO, f"{TURBO},keys=8,values=2", f"adakv:window=8 + {TURBO}"])
 def test_queries_attend_to_the_decoded_keys(spec):
     """Steps and a turn, as a stock cache of the decoded entries gives them."""

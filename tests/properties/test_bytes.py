@@ -128,6 +128,7 @@ def test_kivi_costs_its_formula(bits, dtype):
     assert stats.position_bytes == stats.state_bytes == 0
 
 
+@pytest.mark.slow
 def test_kivi_after_eviction_costs_its_formula():
     _, stats = filled("snapkv + kivi:bits=4", torch.bfloat16)
     expected = SEGMENTS * (packed(KEPT, 4, 2) + KEPT * INDEX)
@@ -150,6 +151,7 @@ def test_turboquant_costs_its_formula(keys, values, dtype):
     assert stats.position_bytes == stats.state_bytes == 0
 
 
+@pytest.mark.slow
 def test_turboquant_after_eviction_costs_its_formula():
     _, stats = filled("snapkv + turboquant", torch.bfloat16)
     stored = SEGMENTS * (alone(KEPT, 4, 4, 2) + KEPT * INDEX)
@@ -163,6 +165,7 @@ def pruned(width: int) -> int:
     return SEGMENTS * (keys + TOKENS * SIZE * width + 2 * ROOM * SIZE * width)
 
 
+@pytest.mark.slow
 @DTYPES
 def test_think_costs_its_formula(dtype):
     _, stats = filled("think", dtype)

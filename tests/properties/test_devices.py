@@ -70,6 +70,7 @@ def test_layers_on_two_devices_answer_as_on_one(over_two: PreTrainedModel, spec:
     assert kept == own and stats == size
 
 
+@pytest.mark.slow
 def test_pairs_of_layers_that_share_a_tensor_are_refused_on_two_devices() -> None:
     with torch.no_grad(), Devices():
         model = split(build("llama", torch.float64), [FIRST, FIRST, FIRST, SECOND])

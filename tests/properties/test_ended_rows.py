@@ -155,6 +155,7 @@ def test_padding_that_transformers_read_as_tokens_is_hidden_or_refused(model, sp
     assert go_on(torch.ones_like(whole)).sequences.shape[1] == whole.shape[1] + 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "budget"), [("h2o", 20), ("snapkv:window=8", 20)])
 def test_padding_becomes_text_only_where_all_of_it_is_stored(model, spec, budget):
     turns = Turns(model, spec, budget)
@@ -174,6 +175,7 @@ def test_padding_becomes_text_only_where_all_of_it_is_stored(model, spec, budget
     torch.testing.assert_close(torch.stack(ours), torch.stack(read_as_text), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_windows_count_what_follows_an_end_as_text():
     """They cannot leave it out: a conversation with them goes on from all that was read."""
     turns = Turns(build("ministral", torch.float64), "snapkv:window=8", 20)

@@ -132,6 +132,7 @@ def table(report: str) -> list[str]:
     return [line for line in report.splitlines() if line.startswith("|")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_tables_are_those_of_the_records(folder: str) -> None:
     published = (RESULTS / folder / "report.md").read_text(encoding="utf-8")
@@ -146,6 +147,7 @@ def test_tables_by_task_are_those_of_the_records() -> None:
     assert table(by_task(boards(records(".")))) == table(published)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_records_are_those_of_the_samples(folder: str) -> None:
     """Each record's difference to the full cache, recomputed from every published answer."""
@@ -177,6 +179,7 @@ def test_one_commit_made_everything_and_the_page_names_it() -> None:
     assert commit.startswith(named)
 
 
+@pytest.mark.slow
 def test_every_interval_of_the_page_is_measured() -> None:
     known = {paired().written(gap(*claim)) for claim in COMPARED}
     for folder in FOLDERS:

@@ -103,6 +103,7 @@ def test_every_number_of_a_header_may_be_anything(model, tokenizer, tmp_path, ba
     assert peak() - before < MOST_GROWTH
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 def test_numbers_of_other_layers_may_be_anything(tokenizer, tmp_path, family):

@@ -38,6 +38,7 @@ def test_another_version_is_refused(model, tokenizer, saved, tmp_path):
         kvfold.load(path, model, tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [TURBO, f"adakv + {TURBO}"])
 @pytest.mark.parametrize("codec", [None, "zstd"])

@@ -7,6 +7,7 @@ from kvfold.eval.metrics import MetricScore, loogle
 from tests.helpers.metrics import value
 
 
+@pytest.mark.slow
 def test_loogle_takes_rouges_recall_and_single_order_bleu():
     prediction, answer = "the cat sat on the mat", "the cat sat"
     assert value(loogle.rouge_recall(prediction, answer)) == pytest.approx(1)

@@ -48,6 +48,7 @@ def test_bad_rows_of_own_questions_are_refused_with_line_and_reason(row, why, tm
     assert isinstance(bad, UnreadableSample) and bad.where.endswith(":2") and why in bad.why
 
 
+@pytest.mark.slow
 def test_every_named_metric_says_what_it_is_and_knows_the_right_answer():
     assert list(named.NAMED) == list(named.MEANS)
     for name, metric in named.NAMED.items():

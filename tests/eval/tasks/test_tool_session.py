@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 import kvfold
 from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
 from kvfold.eval.run.job import EvalJob, run_job
@@ -54,6 +56,7 @@ def test_an_answer_is_right_if_it_holds_the_name():
     assert TASK.score("I do not know", asked).value == 0
 
 
+@pytest.mark.slow
 def test_tools_outputs_are_compressed_whatever_the_protocol():
     """They are turns: a context compressed before the questions would hold none of them."""
     model, tokenizer = kvfold.bundled_model()
