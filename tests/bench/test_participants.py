@@ -86,7 +86,7 @@ def test_compiled_sides_take_part_beside_eager_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "method", ["h2o", "snapkv", "adakv", "full", "kivi:group=16", "think", "minicache"]
 )

@@ -106,6 +106,7 @@ def test_after_eviction_it_is_masked_dense(load):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_a_context_file_is_of_these_weights(load, folder, tmp_path):
     tokenizer = word_tokenizer()
     context = kvfold.compress(load(), tokenizer, DOCUMENT, "kvzip", 40)

@@ -252,6 +252,7 @@ def test_looking_at_a_cache_changes_no_round(name):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(4)
 @EACH
 def test_an_interval_beyond_the_answer_is_append(model, spec):
     readers = [start(model, one, PADDED) for one in (every(spec, 9), spec)]
@@ -262,6 +263,7 @@ def test_an_interval_beyond_the_answer_is_append(model, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(4)
 @EACH
 def test_a_budget_of_prompt_and_answer_evicts_nothing(model, spec):
     readers = [start(model, one, PADDED, budget=76) for one in (every(spec), spec)]
@@ -420,6 +422,7 @@ def test_tokens_read_while_frozen_go_at_the_next_step_that_is_due(model):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "spec", [one for one in TEN if one != H2O] + ["triattention:centre=running"]
 )

@@ -144,6 +144,7 @@ def test_pieces_of_a_prompt_change_nothing(spec, family):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(4)
 @EACH
 def test_in_mid_answer_copies_and_forks_go_on_bit_for_bit(spec, family):
     reader = start(model_of(family), every(spec), PADDED)

@@ -127,6 +127,7 @@ def test_chunks_equal_one_shot(model, spec, lengths):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(10)
 @COMPRESSES
 def test_reading_without_a_length_equals_one_shot(model, spec):
     ids, mask = prompts(PADDED)
@@ -142,6 +143,7 @@ def test_reading_without_a_length_equals_one_shot(model, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(10)
 @COMPRESSES
 def test_generate_of_transformers_equals_ours(model, spec):
     ids, mask = prompts(PADDED)
@@ -168,6 +170,7 @@ def test_a_padded_row_is_its_prompt_alone(model, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(
     ("change", "argument", "rows"),
     [
@@ -230,6 +233,7 @@ def test_the_order_of_samples_changes_nothing(model, spec):
         assert torch.equal(out, again) and where == there
 
 
+@pytest.mark.cases(10)
 @BATCHES
 @EVERY
 def test_a_copy_continues_like_the_original(model, spec, lengths):
@@ -279,6 +283,7 @@ def test_later_turns_are_compressed_again(model, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(10)
 @COMPRESSES
 def test_chunks_of_a_later_turn_equal_one_shot(model, spec):
     caches = compressed(model, spec, 0.3), compressed(model, spec, 0.3)
@@ -292,6 +297,7 @@ def test_chunks_of_a_later_turn_equal_one_shot(model, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("spec", [spec for spec in METHODS if not encodes(spec)])
 def test_padding_between_turns_is_not_seen_either(model, spec, chunk):
@@ -347,6 +353,7 @@ def test_generated_tokens_come_on_top(model, spec):
     assert positions(reader.cache) == [[[h + new for h in row] for row in x] for x in before]
 
 
+@pytest.mark.cases(10)
 @BATCHES
 @EVERY
 def test_questions_leave_a_frozen_cache_as_it_was(model, spec, lengths):

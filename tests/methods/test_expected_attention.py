@@ -131,6 +131,7 @@ def keeping(share: bool, **options: Any) -> Callable[[list[Layer]], list[list[li
 
 
 @pytest.mark.slow
+@pytest.mark.cases(2)
 @SHAPES
 def test_expected_attention_by_hand(heads, lengths):
     assert_prefill("expected_attention:future=5", SMALL, heads, lengths, keeping(False, future=5))
@@ -151,6 +152,7 @@ def test_options_by_hand(options, changed):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(2)
 @SHAPES
 def test_a_budget_for_each_head_by_hand(heads, lengths):
     keep = keeping(True, future=5, epsilon=0.02)

@@ -184,7 +184,7 @@ def rounds(prompt: str, normalize: bool, group: str, scope: str = "head"):
     return round_of
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changed"),

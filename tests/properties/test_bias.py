@@ -251,8 +251,7 @@ def check_compiled(model: Any, spec: str, lengths: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
+@pytest.mark.whole
 @BATCHES
 @pytest.mark.parametrize("spec", [DENSE, RAGGED, "tova", f"{DENSE} + kivi:group=8,residual=8"])
 def test_compiled_decoding_adds_biases(spec, lengths):

@@ -186,6 +186,7 @@ def test_minicache_costs_its_formula(dtype):
     assert stats.nbytes == pytest.approx(paired(dtype.itemsize), rel=0.001)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "spec", ["adakv", "kivi", "snapkv + kivi:bits=4", "turboquant", "minicache", "think"]
 )

@@ -113,6 +113,7 @@ def test_a_decode_step_takes_few_calls_beside_its_layers(method: str) -> None:
 QUANTIZED = ["kivi:group=8", "snapkv + kivi:group=8", "adakv + kivi:group=8", "adakv + turboquant"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec", [*QUANTIZED, "adakv"])
 def test_calls_do_not_grow_with_the_batch(spec: str) -> None:
     """Steps of a GPU take as long as Python takes to launch them."""

@@ -46,6 +46,7 @@ def without(given: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(2)
 @BATCHES
 @EVERY_FAMILY
 def test_with_budget_to_spare_a_first_turn_with_an_image_is_stock(name, lengths):
@@ -92,6 +93,7 @@ def test_after_eviction_text_and_images_are_masked_dense(name, lengths, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.cases(2)
 @EVERY_FAMILY
 def test_encoded_entries_of_an_image(name):
     """Unencoded residuals give stock logits; those of 8 bits are near, those of 2 bits farther."""
@@ -114,6 +116,7 @@ def test_encoded_entries_of_an_image(name):
     assert off[0] == 0 < off[1] < 0.1 < off[2]
 
 
+@pytest.mark.cases(2)
 @EVERY_FAMILY
 def test_an_enabled_model_reads_an_image_as_an_explicit_cache(name):
     given, model = prompt(name), build(name)
@@ -136,6 +139,7 @@ def test_methods_with_forwards_of_their_own_refuse_an_image(name, spec):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.cases(2)
 @EVERY_FAMILY
 def test_a_padded_row_with_an_image_is_the_row_alone(name):
     given, model = prompt(name), build(name)
@@ -193,6 +197,7 @@ def test_a_chat_about_an_image_goes_on_after_other_texts(name, lengths, chunk):
     assert worst(logits(made), logits(whole)) <= 1e-6
 
 
+@pytest.mark.cases(2)
 @EVERY_FAMILY
 def test_a_later_turn_takes_its_own_images(name):
     """Or refuses them, where the model counts positions from those of all turns."""
@@ -272,6 +277,7 @@ def test_a_cache_can_be_made_after_a_batch_with_images():
     assert model.model.rope_deltas is before
 
 
+@pytest.mark.cases(2)
 @EVERY_FAMILY
 def test_tokens_of_an_image_have_a_budget_of_their_own(name):
     """By the score alone the image loses more, or less, than its share."""

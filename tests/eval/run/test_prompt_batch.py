@@ -75,6 +75,7 @@ def test_rows_of_a_batch_answer_as_alone(setting, samples, methods, aware, in_on
     assert min(by_bytes) > 0.1 and max(by_bytes) < 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("aware", [False, True])
 def test_a_row_ends_where_it_would_end_alone(setting, samples, aware, monkeypatch):
     cell = setting.cell("kv_retrieval", "snapkv:window=8", "0.5", question_aware=aware)

@@ -18,6 +18,7 @@ def setting() -> Setting:
     return Setting.new()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "spec", ["snapkv:window=8", "adakv:window=8", "h2o", "streaming_llm", "kvzip", COMPOSED[0]]
 )

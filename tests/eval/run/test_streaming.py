@@ -73,6 +73,7 @@ def test_a_method_that_only_compresses_prompts_says_that_it_kept_a_whole_stream(
 
 
 @pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("spec", [spec for spec in NAMED if holds(spec)])
 def test_a_method_that_holds_its_size_is_streamed_at_its_budget(setting, spec):
     sample = book("perplexity")

@@ -75,7 +75,7 @@ def test_the_next_turn_is_that_of_eager_decoding(family, spec):
         check_same(*caches)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("spec", "budget", "protect"),
     [
@@ -118,7 +118,7 @@ def test_every_method_decodes_the_same_or_is_refused(model):
     assert set(refusing) == {"cam", "streaming", "rounds", "sirllm"}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("lengths", [ALONE, PADDED])
 def test_layers_without_a_limit_decode_beside_those_that_hold_one(model, lengths):
     ids, mask = prompts(lengths)
@@ -190,6 +190,7 @@ def test_other_readers_of_a_context_see_it_as_it_was(model, spec):
     assert torch.equal(*outs)
 
 
+@pytest.mark.cases(2)
 @BATCHES
 @pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED, ENCODED[0], "h2o"])
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])

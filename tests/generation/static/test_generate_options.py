@@ -34,6 +34,7 @@ def model():
     return small("llama")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED])
 def test_samples_are_the_same(model, spec):
     ids, mask = prompts(PADDED)
