@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from kvfold.eval.metrics.base import MetricScore, library
 
@@ -102,9 +103,7 @@ def _compared(written: str, answer: str, limit: int) -> MetricScore:
     A comparison that runs out of time, or fails otherwise, is a counted failure.
     """
     math_verify = library("math_verify")
-    gold, parsed = (
-        math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=limit) for text in (answer, written)
-    )
+    gold, parsed = (_expressions(text, limit) for text in (answer, written))
     if not gold or not parsed:
         unread = written if gold else answer
         return MetricScore(
@@ -120,6 +119,18 @@ def _compared(written: str, answer: str, limit: int) -> MetricScore:
         except (Exception, library("math_verify.errors").TimeoutException) as error:
             problem = f"math-verify: {type(error).__name__}"
     return MetricScore(0.0, problem)
+
+
+def _expressions(text: str, limit: int) -> list[Any]:
+    """What math-verify reads in a box of `text`; nothing if that takes too long."""
+    try:
+        with _given_up_after(limit + 1):
+            found: list[Any] = library("math_verify").parse(
+                f"\\boxed{{{text}}}", parsing_timeout=limit
+            )
+            return found
+    except library("math_verify.errors").TimeoutException:
+        return []
 
 
 @contextmanager
