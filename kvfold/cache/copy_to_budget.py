@@ -42,16 +42,14 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
     fits = Fits.of(method.stages(), model)
     stages = setup.stages_of(method, cache.protect, cache.ranks, fits)
     made = checked_budget(method, budget, stages.forced.least)
-    for state in cache.states:
-        state.plan.check(stages)
+    plans = [replace(state.plan, budget=made).by(stages) for state in cache.states]
     if stages.positions != "original":
         ids = cache.phase.history.complete(cache.get_seq_length())
         cache.binding.check_images(ids, UNMOVED)
     other = copy.deepcopy(cache, _left_out(cache, stages))
     other.phase.read_for(stages.needs)
     other.take(method=method, budget=made, fits=fits)
-    for state in other.states:
-        plan = replace(state.plan, budget=made).by(stages)
+    for state, plan in zip(other.states, plans, strict=True):
         fitted = fits.of_layer(plan.layer, plan.ranks.own_heads)
         state.adopt(plan, state.observers.adopted(stages.needs, fitted, stages.interval))
     with other.reading():

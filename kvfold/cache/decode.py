@@ -190,8 +190,7 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
         sums = mean_of_heads(call.row, call.key.shape[1])
         squares = sums.square() if ColumnSquares in needs.by_kind else None
         call = call._replace(sums=sums, squares=squares)
-    if observers.of_forwards:
-        observers.read(state, call)
+    observers.read(state, call)
     store = state.dense_store()
     positions = store.stored_columns if state.sequence.valid is None else None
     if needs.beyond_attention or positions is None or positions.shape[1] != call.key.shape[1]:

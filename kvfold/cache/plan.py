@@ -47,16 +47,7 @@ class Plan:
     def by(self, stages: Stages) -> Plan:
         """The layer's plan by other stages; it may be one that does not encode.
 
-        Raises UnsupportedModel as `check`.
-        """
-        self.check(stages)
-        encode = stages.encode and stages.encode.of_layer(self.layer, self.layers)
-        if encode is not None:
-            encode = encode.beside_rope(None if self.rotation.irreversible() else self.rotation)
-        return replace(self, stages=replace(stages, encode=encode))
-
-    def check(self, stages: Stages) -> None:
-        """Raises UnsupportedModel where the layer lacks what the stages read or change.
+        Raises UnsupportedModel where the layer lacks what the stages read or change:
 
         - Keys cannot be moved, and positions are to be re-indexed.
         - Keys cannot be rotated back, and the method reads keys or queries before RoPE.
@@ -68,6 +59,10 @@ class Plan:
             self.rotation.check_reversible()
         if OutputNorms in stages.needs:
             self.projection.check()
+        encode = stages.encode and stages.encode.of_layer(self.layer, self.layers)
+        if encode is not None:
+            encode = encode.beside_rope(None if self.rotation.irreversible() else self.rotation)
+        return replace(self, stages=replace(stages, encode=encode))
 
     @property
     def scores_stay(self) -> bool:
