@@ -18,29 +18,20 @@ from kvfold.eval.metrics.rouge import pltrdy, pltrdy_zh
 # Few-shot tasks whose predictions continue with more examples: the first line is the answer.
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
 
-METRICS = {
-    "narrativeqa": "qa_f1",
-    "qasper": "qa_f1",
-    "multifieldqa_en": "qa_f1",
-    "multifieldqa_zh": "qa_f1_zh",
-    "hotpotqa": "qa_f1",
-    "2wikimqa": "qa_f1",
-    "musique": "qa_f1",
-    "dureader": "rouge_zh",
-    "gov_report": "rouge",
-    "qmsum": "rouge",
-    "multi_news": "rouge",
-    "vcsum": "rouge_zh",
-    "trec": "classification",
-    "triviaqa": "qa_f1",
-    "samsum": "rouge",
-    "lsht": "classification",
-    "passage_count": "count",
-    "passage_retrieval_en": "retrieval",
-    "passage_retrieval_zh": "retrieval_zh",
-    "lcc": "code_sim",
-    "repobench-p": "code_sim",
-}
+_TASKS = {
+    "qa_f1": (
+        "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa",
+    ),
+    "qa_f1_zh": ("multifieldqa_zh",),
+    "rouge": ("gov_report", "qmsum", "multi_news", "samsum"),
+    "rouge_zh": ("dureader", "vcsum"),
+    "classification": ("trec", "lsht"),
+    "count": ("passage_count",),
+    "retrieval": ("passage_retrieval_en",),
+    "retrieval_zh": ("passage_retrieval_zh",),
+    "code_sim": ("lcc", "repobench-p"),
+}  # fmt: skip
+METRICS = {task: metric for metric, tasks in _TASKS.items() for task in tasks}
 
 
 def score(

@@ -9,9 +9,11 @@ haystack, by default RULER's noise.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvfold.eval.metrics.ruler import string_match_part
 from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, by_answers
@@ -19,24 +21,9 @@ from kvfold.eval.tasks.generated import fitted, number
 from kvfold.eval.tasks.haystack import Haystack
 from kvfold.eval.tasks.ruler_niah import in_essay
 
-# Fields of a profile and their values: words that RULER's noise does not hold.
-FIELDS = {
-    "best friend": "Alice Tom Mary Peter James Emma David Laura Paul Sarah Mark Helen",
-    "last name": "Smith Brown Taylor Wilson Clark Baker Carter Cooper Turner Parker Bailey Murphy",
-    "home town": "Paris London Rome Berlin Madrid Vienna Boston Chicago Tokyo Dublin Athens Moscow",
-    "country of birth": "Spain Italy Japan Brazil Egypt India Canada Mexico Norway Poland Greece",
-    "car brand": "Ford Toyota Honda Fiat Volvo Tesla Mazda Nissan Porsche Audi Chevrolet Jaguar",
-    "password": "anchor basket blanket bridge candle castle diamond engine garden hammer island",
-    "day off": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
-    "favorite month": "January February March April June July August October November December",
-    "favorite color": "purple orange black white brown pink silver golden violet",
-    "favorite flower": "rose tulip lily daisy sunflower orchid iris lavender",
-    "favorite drink": "tea coffee milk water juice wine beer cocoa",
-    "breakfast": "pizza soup rice bread cheese fish pasta cake salad pancakes",
-    "pet": "dog cat horse rabbit parrot goat monkey duck snake turtle tiger",
-    "musical instrument": "piano guitar violin drum flute harp trumpet banjo cello",
-    "shoe size": "36 37 38 39 40 41 42 43 44 45 46",
-}
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+# Fields of a profile and their values.
+FIELDS: dict[str, str] = _TEXTS["fields"]
 
 QUESTIONS = 8
 # A phone number takes at most 7 tokens, one per digit.
@@ -115,22 +102,8 @@ def _task(name: str, summary: str, group: str, wording: ProfileWording, conversa
     )
 
 
-FORM = ProfileWording(
-    "A form is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the form afterwards.",
-    "{Field}: {value}",
-    "What is the {field} in the form?",
-    "{Field}:",
-    together=True,
-)
-SENTENCES = ProfileWording(
-    "Some facts about Anna are hidden within the following text. Make sure to memorize them. "
-    "I will quiz you about the facts afterwards.",
-    "Anna's {field} is {value}.",
-    "What is Anna's {field}?",
-    "Anna's {field} is",
-    together=False,
-)
+FORM = ProfileWording(**_TEXTS["form"])
+SENTENCES = ProfileWording(**_TEXTS["sentences"])
 
 TASKS = (
     _task(

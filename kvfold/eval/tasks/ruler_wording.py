@@ -7,16 +7,13 @@ Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/constants.py` and, for th
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+NOISE: tuple[str, ...] = tuple(_TEXTS["noise"])
 
 # Name of the haystack of an essay task without essays.
 NO_ESSAYS = "noise instead of essays"
@@ -66,23 +63,6 @@ def as_released(text: Wording) -> Wording:
     return text._replace(prefix=text.prefix.replace("assigned", "assgined"))
 
 
-COMMON = Wording(
-    "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.",
-    "Question: What are the 10 most common words in the above list?",
-    " Answer: The top 10 words that appear most often in the list are:",
-)
-FREQUENT = Wording(
-    "Read the following coded text and track the frequency of each coded word. "
-    "Find the three most frequently appeared coded words.",
-    "Question: Do not provide any explanation. Please ignore the dots '....'. "
-    "What are the three most frequently appeared words in the above coded text?",
-    " Answer: According to the coded text above, the three most frequently appeared words are:",
-)
-DOCUMENTS = Wording(
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\nThe following are given documents.",
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\nQuestion: ",
-    " Answer:",
+COMMON, FREQUENT, DOCUMENTS = (
+    Wording(**_TEXTS[name]) for name in ("common", "frequent", "documents")
 )
