@@ -285,10 +285,6 @@ def _steady(passages: Passages, counted: Callable[[int, LayerRecord], bool]) -> 
     return [float(np.mean(each)) for each in found if each]
 
 
-def _steady_where_lazy(passages: Passages) -> list[float]:
-    return _steady(passages, lambda _, layer: layer.lazy > LAZY)
-
-
 def _steady_of_lazy_layers(passages: Passages) -> list[float]:
     """Layers that are lazy in one passage or more: others stay as they are by definition."""
     sometimes = {n for each in passages for n, layer in enumerate(each) if layer.lazy > LAZY}
@@ -332,7 +328,7 @@ STATISTICS: dict[str, tuple[str, Callable[[Passages], list[float]]]] = {
     ),
     "steady_where_lazy": (
         "layers lazy for the last query: share of queries for which they are",
-        _steady_where_lazy,
+        lambda passages: _steady(passages, lambda _, layer: layer.lazy > LAZY),
     ),
     "same": (
         "correlation (Spearman) of the layers' laziness with that in the other texts",

@@ -47,9 +47,8 @@ def runs_table(runs: Sequence[LongRun]) -> str:
 def _cells_of(run: LongRun) -> list[str]:
     most = max(mark.most_bytes for mark in run.marks)
     ratio = "" if run.late_over_early is None else f"{run.late_over_early:.2f}"
-    flat = "flat" if run.flat else "grow"
     cells = [run.model, f"`{run.method}`", f"{run.budget}", f"{run.tokens:,}", f"{most:,}"]
-    return [*cells, flat, ratio]
+    return [*cells, "flat" if run.flat else "grow", ratio]
 
 
 def evicted(row: AnswerDistance) -> slice:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,9 @@ STAGES = "kvfold.methods.stages."
 REPOSITORY = re.compile(r"(?<![\w`/])([\w-]+/[\w.-]*\w)(?![\w`/])")
 # The part of a refusal that does not name the two methods
 BOTH = re.compile(r"both bring the \w+ stage")
-INTRODUCTION = """\
-A method decides which entries the cache keeps, and how they are stored. A text names it, with
-its options: `"snapkv:window=16,kernel=5"`. `+` composes two methods: `"snapkv + kivi:bits=4"`.
-[A method of your own](../own-methods.md) is one short file. `kvfold methods NAME` shows a method in
-the terminal.
-"""
 COLUMNS = "name", "what it does", "observes beside the entries", "takes a budget", "source"
 SYMBOLS_LINK = "[What the symbols mean](index.md#symbols)"
-SYMBOLS = """\
-## Symbols
-
-The formulas of the pages use these.
-
-| symbol | is |
-|---|---|
-| `A[q, i, t]` | attention weight of query i of query head q on entry t |
-| `a[h, i, t]` | its mean over the query heads q of KV head h |
-| `Q[q, i]`, `k[h, t]`, `v[h, t]` | query, key and value |
-| `o[q, i]` | attention output: `Σ_t A[q, i, t]·v[h, t]` |
-| `s[h, t]` | score of an entry: each KV head keeps the highest |
-| `n` | tokens read so far; the newest is `n − 1` |
-| `b`, `size[l]`, `size[h]` | entries that a head keeps, in layer l, or in KV head h |
-| `mean size` | the budget: entries per layer and KV head on average |
-| `window` | the last `window` queries, or their number |
-| `u near t` | the `kernel` entries around t; `pool` is their maximum or mean |
-| `e`, `j` | an evicted and a kept entry |
-| `L`, `H`, `D` | layers, KV heads, head size |
-"""
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def classes() -> dict[str, type[Method]]:
@@ -73,7 +49,8 @@ def overview() -> str:
          "yes" if cls.takes_budget else "no", _paper(cls) or _origin(cls) or "–"]
         for name, cls in classes().items()
     ]  # fmt: skip
-    return "\n\n".join(["# Methods", INTRODUCTION, table(COLUMNS, rows), SYMBOLS])
+    parts = ["# Methods", TEXTS["introduction"], table(COLUMNS, rows), TEXTS["symbols"]]
+    return "\n\n".join(parts)
 
 
 def page(cls: type[Method]) -> str:

@@ -190,13 +190,11 @@ def padded(subject: Subject) -> Outcome:
 
 def chunked(subject: Subject) -> Outcome:
     """A prompt read in pieces gives the logits of the prompt read at once."""
-    pieces = subject.answers(token_ids(1, PROMPT), prefill_chunk=CHUNK)
-    off = worst(pieces, subject.whole)
+    off = worst(subject.answers(token_ids(1, PROMPT), prefill_chunk=CHUNK), subject.whole)
     if off <= subject.exact:
         return Outcome(RIGHT)
     plain = _stock_logits(subject, token_ids(1, PROMPT), None)
-    in_pieces = _stock_logits(subject, token_ids(1, PROMPT), None, chunk=CHUNK)
-    stock = worst(plain, in_pieces)
+    stock = worst(plain, _stock_logits(subject, token_ids(1, PROMPT), None, chunk=CHUNK))
     if stock > UNLIKE:
         return Outcome(UNTOLD, "pieces differ with transformers' own cache, too")
     return Outcome(RIGHT) if off <= 3 * stock else Outcome(WRONG, f"differs by {off:.0e}")
@@ -210,9 +208,8 @@ def saved(subject: Subject) -> Outcome:
         path = Path(folder) / "context.kvfold"
         context.save(path)
         loaded = kvfold.load(path, subject.model, TOKENIZER)
-    if loaded.ask(QUESTION, max_new_tokens=NEW) != before:
-        return Outcome(WRONG, "answers differ")
-    return Outcome(RIGHT)
+    same = loaded.ask(QUESTION, max_new_tokens=NEW) == before
+    return Outcome(RIGHT) if same else Outcome(WRONG, "answers differ")
 
 
 def served(subject: Subject) -> Outcome:
@@ -241,12 +238,7 @@ def served(subject: Subject) -> Outcome:
 
 
 CHECKS: dict[str, Callable[[Subject], Outcome]] = {
-    "full": full,
-    "evicted": evicted,
-    "padded": padded,
-    "chunked": chunked,
-    "saved": saved,
-    "served": served,
+    check.__name__: check for check in (full, evicted, padded, chunked, saved, served)
 }
 
 

@@ -46,7 +46,7 @@ def haystack_columns(board: Board) -> dict[str, Column]:
     found = by_haystack(board)
 
     def score(name: str) -> Column:
-        return lambda row: _value(found.get((row.method, row.budget, name)))
+        return lambda row: mean(found.get((row.method, row.budget, name)))
 
     names = dict.fromkeys(name for _, _, name in found)
     return {name: score(name) for name in names} | {"mean": mean}
@@ -64,23 +64,19 @@ def samples_column(board: Board) -> Column:
     return counts
 
 
-def _value(result: CellResult | None) -> str:
-    return f"{result.score.value:.1f}" if result and result.score else NONE
-
-
 def name(row: ReportRow) -> str:
     """The shortest name of a row's method."""
     return shortest(row.method)
 
 
-def value(row: ReportRow) -> float:
-    """A row's mean score."""
+def value(row: ReportRow | CellResult) -> float:
+    """The mean score of a row, or of a result."""
     assert row.score
     return row.score.value
 
 
-def mean(row: ReportRow) -> str:
-    return f"{row.score.value:.1f}" if row.score else NONE
+def mean(row: ReportRow | CellResult | None) -> str:
+    return f"{row.score.value:.1f}" if row and row.score else NONE
 
 
 def kept(row: ReportRow) -> str:

@@ -224,21 +224,17 @@ def _limits(results: Sequence[CellResult]) -> Iterator[str]:
         told = [f"{most} tokens ({', '.join(tasks)})" for most, tasks in limits.items()]
         yield f"- Answers end at {and_list(told)}, finished or not."
     for one in full:
-        if one.at_limit * 10 > one.questions and _value(one) < 100:
+        if one.at_limit * 10 > one.questions and needle_rows.value(one) < 100:
+            wrong = 100 - needle_rows.value(one)
             yield (
                 f"- {_task(one)}: {one.at_limit} of the full cache's "
-                f"{one.questions} answers go on to the limit, and {100 - _value(one):g} % are "
+                f"{one.questions} answers go on to the limit, and {wrong:g} % are "
                 "wrong. A method whose answers go on less often may score higher."
             )
 
 
 def _task(result: CellResult) -> str:
     return NAMES.get(result.cell.task, result.cell.task)
-
-
-def _value(result: CellResult) -> float:
-    assert result.score
-    return result.score.value
 
 
 def _scope(results: Sequence[CellResult]) -> str:
