@@ -35,29 +35,14 @@ from kvfold.cache.fork import fork
 
 PROMPT, BUDGET, ENTRIES, PIECE = 700, 0.25, 160, 200
 COMPOSED = (
-    "pyramidkv + adakv",
-    "h2o + merge",
-    "h2o + merge:rule=d2o",
-    "snapkv + kivi",
-    "adakv + kivi",
-    "snapkv + think",
-    "snapkv + reindex",
-    "snapkv + fair:spans=0/40/300/600",
-    "snapkv + criticalkv",
-    "snapkv + match",
-    "knorm + chunkwise",
-    "kvzip + recent",
-    "kvzip + level:rule=votes",
-    "kvzip:level=uniform",
-    "snapkv + curve",
-    "streaming_llm:positions=reindex",
-    "simlayerkv:window=128",
-    "snapkv + every:interval=128",
-    "adakv + every:interval=64",
-    "snapkv:window=16 + every:interval=16",
-    "keydiff + every:interval=1",
-    "pyramidkv + turboquant + every:interval=48",
-)
+    "pyramidkv + adakv", "h2o + merge", "h2o + merge:rule=d2o", "snapkv + kivi", "adakv + kivi",
+    "snapkv + think", "snapkv + reindex", "snapkv + fair:spans=0/40/300/600",
+    "snapkv + criticalkv", "snapkv + match", "knorm + chunkwise", "kvzip + recent",
+    "kvzip + level:rule=votes", "kvzip:level=uniform", "snapkv + curve",
+    "streaming_llm:positions=reindex", "simlayerkv:window=128", "snapkv + every:interval=128",
+    "adakv + every:interval=64", "snapkv:window=16 + every:interval=16",
+    "keydiff + every:interval=1", "pyramidkv + turboquant + every:interval=48",
+)  # fmt: skip
 Case = dict[str, Any]
 bundled = functools.cache(kvfold.bundled_model)
 

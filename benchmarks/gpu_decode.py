@@ -29,16 +29,9 @@ from kvfold.measure.machine import MachineSetup, commit
 
 STOCK = "transformers"
 METHODS = (
-    STOCK,
-    "full",
-    "snapkv",
-    "adakv",
-    "h2o",
-    "d2o",
-    "kivi:bits=4",
-    "snapkv + kivi:bits=4",
+    STOCK, "full", "snapkv", "adakv", "h2o", "d2o", "kivi:bits=4", "snapkv + kivi:bits=4",
     "turboquant",
-)
+)  # fmt: skip
 BUDGET = 0.2
 TIMES = (8, 3, 5, 2, 2)  # a batch is so many times the one before
 WARM, STEPS = 3, 10
@@ -83,8 +76,7 @@ def measure(measured: BenchModel, method: str, length: int) -> Iterator[dict[str
     """A row for each batch of one method."""
     model = measured.model
     ids = measured.tokens(1, length).to(model.device)
-    warm = ids[:, : min(512, length // 2)]
-    filled_cache(measured, method, warm)
+    filled_cache(measured, method, ids[:, : min(512, length // 2)])
     synchronize(model.device)
     before, began, batch = torch.cuda.memory_allocated(), time.perf_counter(), 1
     cache = filled_cache(measured, method, ids)

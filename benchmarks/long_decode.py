@@ -23,12 +23,8 @@ from kvfold.bench.models import BenchModel
 METHODS = ("streaming_llm", "tova", "h2o", "d2o")
 BUDGET, PROMPT, PARTS = 256, 512, 10
 IN_ROUNDS = (
-    "knorm + every",
-    "keydiff + every",
-    "rkv",
-    "snapkv_decode",
-    "triattention:prompt=counted",
-)
+    "knorm + every", "keydiff + every", "rkv", "snapkv_decode", "triattention:prompt=counted",
+)  # fmt: skip
 ROUNDS_BUDGET, INTERVAL = 1024, 128
 FULL, APPEND = "full", "knorm"
 
