@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,7 @@ from torch import Tensor
 ADAPTERS = "#"  # before the checksum of adapters, behind that of all weights and their names
 CLOSE = 1e-5  # relative tolerance of RoPE frequencies
 # Settings that older files do not name, so that there they are not compared.
-ADDED = (
-    "index_topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k",
-    "top_k_experts", "norm_topk_prob", "n_group", "topk_group", "topk_method", "scoring_func",
-    "routed_scaling_factor", "route_scale", "zero_expert_num", "use_expert_bias", "swiglu_limit",
-    "swiglu_alpha", "embedding_multiplier", "embedding_scale", "scale_embedding", "scale_emb",
-    "scale_depth", "dim_model_base", "residual_multiplier", "attention_in_multiplier",
-    "attention_out_multiplier", "key_multiplier", "mlp_multipliers", "ssm_in_multiplier",
-    "ssm_out_multiplier", "ssm_multipliers", "linear_attn_alpha_factor", "linear_attn_beta_factor",
-    "full_attn_alpha_factor", "full_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor",
-    "lm_head_multiplier", "logits_scaling", "logit_scale", "final_logit_softcapping", "clip_qkv",
-    "use_qk_norm", "qk_layernorm", "no_rope_layers", "rope_interleave", "attn_temperature_tuning",
-    "attn_scale", "floor_scale", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "alibi",
-    "parallel_attn", "new_decoder_architecture", "use_parallel_residual", "do_layer_norm_before",
-    "apply_residual_connection_post_layernorm", "altup_active_idx", "altup_correct_scale",
-    "altup_coef_clip", "activation_sparsity_pattern", "activation_function", "hidden_activation",
-    "mlp_hidden_act", "mamba_hidden_act", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
-)  # fmt: skip
+ADDED: list[str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["added"]
 
 
 class HeaderPart(BaseModel):

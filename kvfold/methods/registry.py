@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,28 +27,10 @@ from kvfold.reading import opened_regular
 
 # Package of kvfold's own methods
 OWN = "kvfold.methods"
-# Names that kvpress and transformers have for methods, in letters without "press", where kvfold
-# has others
-ELSEWHERE = {
-    **dict.fromkeys(("none", "dynamic", "dynamiccache", "fullcache"), "full"),
-    **dict.fromkeys(("quantized", "quantizedcache", "quantocache", "hqqcache"), "kivi"),
-    **dict.fromkeys(("sink", "sinks", "sinkcache", "attentionsinks"), "streaming_llm"),
-    "chunk": "snapkv + chunkwise",
-    "compressionratiodecoding": "snapkv + every",
-    "criticaladakv": "snapkv + criticalkv + adakv",
-    "decoding": "snapkv + every",
-    "dms": "zap_threshold",
-    "duoattention": "duo",
-    "keyrerotation": "snapkv + reindex",
-    "kvzap": "zap",
-    "leveragescore": "leverage",
-    "lukv": "snapkv + curve",
-    "merging": "snapkv + merge",
-    "noncausalattn": "non_causal",
-    "observedattention": "h2o:recent=0,normalize=visible_queries",
-    "perlayercompression": "snapkv + sizes",
-    "prefilldecoding": "snapkv + every",
-}
+# Methods by the names that kvpress and transformers have for them, where kvfold has others
+ELSEWHERE: dict[str, str] = tomllib.loads(
+    Path(__file__).with_name("elsewhere.toml").read_text("utf-8")
+)
 # Entry-point group: its entries name modules, or classes in them, that register methods
 PLUGINS = "kvfold.methods"
 
