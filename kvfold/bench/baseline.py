@@ -30,8 +30,7 @@ def full_twin(model: PreTrainedModel, kernels: SdpaChoice) -> PreTrainedModel:
     made = twin(model)
     name = f"{NAME}_{kernels.prefill.layout}_{kernels.decode.layout}"
     AttentionInterface.register(name, partial(_attention, kernels))
-    sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     made.set_attn_implementation(name)
     return made
 

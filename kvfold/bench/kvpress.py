@@ -101,9 +101,7 @@ class KvpressPeer:
     def __init__(self, subject: BenchModel, python: Path) -> None:
         self.subject, self.python = subject, python
         self.client = self.start()
-        hello = self.client.ask("hello")
-        here = MachineSetup.here()
-        self.setup = here.model_copy(update=hello)
+        self.setup = MachineSetup.here().model_copy(update=self.client.ask("hello"))
         self.heads = subject.shape.query_heads
 
     def start(self, environment: dict[str, str] | None = None) -> KvpressClient:

@@ -113,8 +113,7 @@ class KvpressServer:
     def prefill(self, key: str, press: Any, ids: list[list[int]]) -> Answer:
         """Seconds to the first token, compression seconds among them, GPU peak bytes (or None)."""
         made = None if press is None else build_press(press)
-        eager = isinstance(made, kvpress.ObservedAttentionPress)
-        attention = "eager" if eager else "sdpa"
+        attention = "eager" if isinstance(made, kvpress.ObservedAttentionPress) else "sdpa"
         state = PressCache(attention, transformers.DynamicCache(), [], len(ids[0]))
         self._prepare(state)
         prompt = torch.tensor(ids, device=DEVICE)

@@ -210,8 +210,7 @@ class MethodParticipant(LocalParticipant):
         an ordinary forward.
         """
         if self.cache.runs_own_forwards:
-            total = ids.shape[1]
-            read_turn(self.model, self.cache, ids[:, :-1], until=total)
+            read_turn(self.model, self.cache, ids[:, :-1], until=ids.shape[1])
             ids = ids[:, -1:]
         self.forward(ids)
 
@@ -262,15 +261,13 @@ class CompiledParticipant(MethodParticipant):
         self.graph_cache.fix()
         return taken
 
-    @torch.no_grad()
-    def step(self, tokens: Tensor) -> float:
-        tokens = tokens.to(self.model.device)
-        return seconds(self.model.device, lambda: self._next(tokens))
-
-    def _next(self, tokens: Tensor) -> None:
-        assert self.graph_cache is not None
+    def forward(self, ids: Tensor) -> None:
+        """The prompt as without a graph, and then a token."""
+        if self.graph_cache is None:
+            super().forward(ids)
+            return
         forward = compiled_call(self.model)
-        forward(input_ids=tokens, use_cache=True, logits_to_keep=1, **{CACHE: self.graph_cache})
+        forward(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: self.graph_cache})
         self.graph_cache.after_forward()
 
     def peak_alone(self, batch: int, length: int, room: int) -> None:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,14 +42,9 @@ class SdpaVariant:
     def __str__(self) -> str:
         return f"sdpa{' flash' if self.flash else ''}, {WORDS[self.layout]}"
 
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
+    def chosen(self) -> AbstractContextManager[Any]:
         """Context manager inside which SDPA uses this kernel."""
-        if not self.flash:
-            yield
-            return
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            yield
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.flash else nullcontext()
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float

@@ -82,38 +82,20 @@ class BenchSession:
             def say(text: str, number: int = index + 1) -> None:
                 note(f"round {number}: {text}")
 
-            joining = [
-                participant
-                for label, participant in others.items()
-                if _joins(label, missing, index)
-            ]
+            joining = [each for label, each in others.items() if _joins(label, missing, index)]
             participants = full + joining
-            peaks = {}
+            peaks: dict[ParticipantLabel, int | None] = {}
             if index == 0:
                 peaks = _peaks(participants, cell, say)
                 warm_up(participants, ids)
             measured = run_round(participants, ids, cell, random.Random(index), say)
-            yield [
-                self._record(
-                    cell, index, participant, measured[participant.label], peaks, str(kernels)
-                )
-                for participant in participants
-            ]
-
-    def _record(
-        self,
-        cell: BenchCell,
-        index: int,
-        participant: Participant,
-        measured: Measurement,
-        peaks: dict[ParticipantLabel, int | None],
-        baseline: str,
-    ) -> RoundRecord:
-        if participant.label in peaks:
-            peak = peaks[participant.label]
-            measured = measured.model_copy(update={"peak_bytes": peak or measured.peak_bytes})
-        about = self.about(index, participant.label, baseline)
-        return RoundRecord(**about, cell=cell, measured=measured)
+            records = []
+            for label in (each.label for each in participants):
+                about = self.about(index, label, str(kernels))
+                peak = peaks.get(label) or measured[label].peak_bytes
+                own = measured[label].model_copy(update={"peak_bytes": peak})
+                records.append(RoundRecord(**about, cell=cell, measured=own))
+            yield records
 
     def about(self, index: int, label: ParticipantLabel, baseline: str) -> dict[str, Any]:
         """The fields of `BenchRecord` for a participant in a round."""
@@ -164,9 +146,7 @@ def run_round(
     prefills: dict[ParticipantLabel, PrefillCost] = {}
     sizes: dict[ParticipantLabel, CacheSize] = {}
     largest = {participant.label: 0 for participant in participants}
-    steps: dict[ParticipantLabel, list[float]] = {
-        participant.label: [] for participant in participants
-    }
+    steps: dict[ParticipantLabel, list[float]] = {each.label: [] for each in participants}
     for participant in order.sample(participants, len(participants)):
         note(f"{cell}, prefill of {participant.label}")
         time.sleep(REST)
@@ -212,10 +192,8 @@ def _peaks(
 ) -> dict[ParticipantLabel, int | None]:
     """Peak bytes of each participant's prefill; the full cache is measured once."""
     peaks = {}
-    for participant in participants:
-        if participant.label.method != AGAIN:
-            note(f"{cell}, peak memory of {participant.label}")
-            peaks[participant.label] = participant.peak_alone(
-                cell.batch, cell.length, cell.new_tokens
-            )
+    for each in participants:
+        if each.label.method != AGAIN:
+            note(f"{cell}, peak memory of {each.label}")
+            peaks[each.label] = each.peak_alone(cell.batch, cell.length, cell.new_tokens)
     return peaks

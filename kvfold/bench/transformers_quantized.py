@@ -47,8 +47,7 @@ class QuantizedParticipant(LocalParticipant):
         return ParticipantLabel("transformers", f"{backend()} {BITS} bit")
 
     def make(self, room: int) -> Any:
-        config = text_config(self.model)
-        return cache_utils.QuantizedCache(backend(), config, nbits=BITS)
+        return cache_utils.QuantizedCache(backend(), text_config(self.model), nbits=BITS)
 
     def cache_size(self) -> CacheSize:
         counted: set[int] = set()

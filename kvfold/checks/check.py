@@ -90,7 +90,11 @@ def check(
     on, for prompts that cannot be read, fewer than two, too long for the model, or in the folder
     `out`, and as `CompressedCache` for methods and budgets.
     """
-    _check_tokens(tokens)
+    if tokens < LEAST_TOKENS:
+        raise KvfoldError(
+            f"{tokens} forced tokens measure nothing where a prompt is compressed as a whole: its "
+            f"first token is predicted before that; give at least {LEAST_TOKENS}"
+        )
     asked = contenders(as_list(methods), as_list(budgets), question_aware)
     limits = limits_of(tolerance)
     if out is not None and isinstance(prompts, str | Path):
@@ -286,11 +290,3 @@ def _itself(prompt: EncodedPrompt) -> EncodedPrompt:
 def _name(model: PreTrainedModel) -> str:
     """The model's hub id, or its folder's name."""
     return shown_name(str(getattr(model.config, "name_or_path", "") or type(model).__name__))
-
-
-def _check_tokens(tokens: int) -> None:
-    if tokens < LEAST_TOKENS:
-        raise KvfoldError(
-            f"{tokens} forced tokens measure nothing where a prompt is compressed as a whole: its "
-            f"first token is predicted before that; give at least {LEAST_TOKENS}"
-        )

@@ -175,8 +175,7 @@ def exp_mean_of(values: Sequence[Sequence[float]]) -> Statistic:
 
 def quantile_of(values: Sequence[Sequence[float]], part: float) -> Statistic:
     """Quantile over all positions of the drawn prompts."""
-    longest = max(map(len, values))
-    grid = np.full((len(values), longest), np.nan)
+    grid = np.full((len(values), max(map(len, values))), np.nan)
     for row, each in zip(grid, values, strict=True):
         row[: len(each)] = each
     return lambda drawn: np.nanquantile(grid[drawn].reshape(len(drawn), -1), part, axis=-1)

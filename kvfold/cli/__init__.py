@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, signature
 from io import TextIOWrapper
@@ -60,36 +61,19 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the arguments, and notes them as they were given."""
         self.given = [*args]
-        try:
+        with _told():
             return super().parse_args(ctx, args)
-        except Exception as problem:
-            if not _is_told(problem):
-                raise
-            raise typer.Exit(2) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command; Ctrl-C ends it with exit code 130."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _told():
             warnings.showwarning = _one_line
             try:
                 _check_named(self.given)
                 return super().invoke(ctx)
-            except KvfoldError as refused:
-                errors().print(Text(f"error: {refused}", style="red"))
-                raise typer.Exit(2) from None
             except KeyboardInterrupt:
                 errors().print("\nstopped")
                 raise typer.Exit(130) from None
-            except RuntimeError as problem:
-                # By name: --help needs no torch.
-                if type(problem).__name__ != "OutOfMemoryError":
-                    raise
-                errors().print(Text(f"error: out of memory: {problem}; {LESS_MEMORY}", style="red"))
-                raise typer.Exit(2) from None
-            except Exception as problem:
-                if not _is_told(problem):
-                    raise
-                raise typer.Exit(2) from None
 
 
 def _check_named(given: list[str]) -> None:
@@ -102,21 +86,30 @@ def _check_named(given: list[str]) -> None:
             raise KvfoldError(f"{option} is empty: give it a name")
 
 
-def _is_told(problem: Exception) -> bool:
-    """True if it is wrong usage, which is then said in a line."""
-    told = _ours(problem)
-    if told is not None:
+@contextmanager
+def _told() -> Iterator[None]:
+    """Ends a command whose error is said in a line, with exit code 2; other errors pass."""
+    try:
+        yield
+    except Exception as problem:
+        told = _line(problem)
+        if told is None:
+            raise
         errors().print(Text(f"error: {told}", style="red"))
-    return told is not None
+        raise typer.Exit(2) from None
 
 
-def _ours(problem: Exception) -> str | None:
-    """What is said of wrong usage, in a line; None for any other error.
+def _line(problem: Exception) -> str | None:
+    """What is said of refusals, of a lack of memory and of wrong usage; None for any other error.
 
     An option that other libraries name otherwise is told kvfold's name.
     """
-    # By name: typer has had click's classes, and some of its own.
+    if isinstance(problem, KvfoldError):
+        return str(problem)
+    # By name: --help needs no torch, and typer has had click's classes, and some of its own.
     names = {each.__name__ for each in type(problem).__mro__}
+    if type(problem).__name__ == "OutOfMemoryError":
+        return f"out of memory: {problem}; {LESS_MEMORY}"
     if "UsageError" not in names or "NoArgsIsHelpError" in names:
         return None
     wrong: Any = problem

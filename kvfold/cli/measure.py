@@ -23,6 +23,7 @@ from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_count
 from kvfold.hf.versions import CACHE
 from kvfold.inspect.inspected_text import InspectedText, needles_in
+from kvfold.measure.clock import seconds
 
 WARM_UP, STEPS = 2, 8
 
@@ -84,8 +85,7 @@ class DemoTrial:
             raise KvfoldError(f"{problem}: give more --tokens") from problem
         questions = tuple(dict.fromkeys(drawn.questions))
         room = 4 + max(count(f"{q.prefix} {q.answers[0]}.") for q in questions)
-        longest = length + max(count(q.text) for q in questions) + room
-        told = too_long(model, longest)
+        told = too_long(model, length + max(count(q.text) for q in questions) + room)
         if told is not None:
             raise KvfoldError(
                 f"the document, a question and its answer have {told}: give fewer --tokens"
@@ -104,10 +104,8 @@ class DemoTrial:
     def question_unknown(self, method: str, budget: str | None) -> tuple[Context, list[str]]:
         """The document compressed once, and its answer to every question."""
         context = self.compress(method, budget)
-        return context, [
-            context.ask(question.text, max_new_tokens=self.room)
-            for question in self.sample.questions
-        ]
+        texts = [question.text for question in self.sample.questions]
+        return context, [context.ask(text, max_new_tokens=self.room) for text in texts]
 
     def question_known(self, method: str, budget: str | None) -> list[str]:
         """Answers when a question is read with the document; it stays, as does the prefix."""
@@ -173,10 +171,6 @@ class Requests:
 
     def step(self) -> float:
         """Seconds of one decode step."""
-        device = self.context.model.device
-        token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
-        started = time.perf_counter()
-        self.context.model(input_ids=token, use_cache=True, **{CACHE: self.context.cache})
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
+        model, cache = self.context.model, {CACHE: self.context.cache}
+        token = torch.zeros(self.rows, 1, dtype=torch.long, device=model.device)
+        return seconds(model.device, lambda: model(input_ids=token, use_cache=True, **cache))

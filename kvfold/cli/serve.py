@@ -19,7 +19,6 @@ from kvfold.loading import Loading, load, shown_name
 from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
-    from kvfold.serve.engine import Engine
     from kvfold.serve.settings import ServerSettings
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -231,16 +230,11 @@ def command(
     network, tokenizer = load(model, loading)
     name = shown_name(model)
     answering = Engine(name, network, tokenizer, settings)
-    _adopt(answering)
+    for problem in chain(answering.contexts.adopt(), answering.sessions.held.adopt()):
+        errors().print(f"left out: {problem}")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("kvfold").setLevel(log_level.upper())
     GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
-
-
-def _adopt(answering: Engine) -> None:
-    """Takes over the contexts and sessions on disk, and says which it leaves out and why."""
-    for problem in chain(answering.contexts.adopt(), answering.sessions.held.adopt()):
-        errors().print(f"left out: {problem}")
 
 
 def _check_for_vllm(given: Mapping[str, str]) -> None:
@@ -257,8 +251,7 @@ def _announce(bound: socket.socket, name: str, settings: ServerSettings) -> None
     shown = f"[{host}]" if ":" in host else host
     from kvfold.methods.base import parse
 
-    takes = parse(settings.method).takes_budget
-    within = f" within {settings.budget}" if takes else ""
+    within = f" within {settings.budget}" if parse(settings.method).takes_budget else ""
     console().print(
         f"{name} at http://{shown}:{port}/v1, contexts by {settings.method}{within}, "
         f"{size(settings.memory)} of them in memory",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,11 +95,8 @@ def _score(
         read_turn(model, cache, document)
         stats = cache.stats()
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    if trial.question_aware:
+    with nullcontext() if trial.question_aware else cache.frozen():
         out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
-    else:
-        with cache.frozen():
-            out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     stats = stats or cache.stats()
     return RetrievalScore(question.score(str(answer)), stats.kept_fraction, stats.ratio)

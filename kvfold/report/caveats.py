@@ -10,10 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL, RANDOM
-from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.cell_result import CellResult, distinct
 from kvfold.evidence.grouped import grouped
 from kvfold.loading import BUNDLED
-from kvfold.measure.machine import MachineSetup
 from kvfold.report.board import Board
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import budgets, gap
@@ -224,10 +223,7 @@ def _by_reason(results: Sequence[CellResult], field: str) -> list[str]:
 
 def _machines(results: Sequence[CellResult]) -> list[str]:
     """Differences of each further setup from the first one."""
-    setups: list[MachineSetup] = []
-    for setup in (setup for result in results for setup in result.setups):
-        if setup not in setups:
-            setups.append(setup)
+    setups = distinct(setup for result in results for setup in result.setups)
     return ["; ".join(setup.differences(setups[0])) for setup in setups[1:]]
 
 

@@ -38,11 +38,8 @@ def headline(rows: Sequence[ReportRow], when: str) -> Headline:
     known = [
         row
         for row in rows
-        if row.method not in BASELINES
-        and row.complete
-        and row.gap
-        and row.bytes_ratio
-        and row.score
+        if row.method not in BASELINES and row.complete
+        if row.gap and row.bytes_ratio and row.score
     ]
     if not any(row.score for row in rows):
         return Headline(

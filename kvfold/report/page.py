@@ -52,8 +52,7 @@ def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, 
 
 def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
     """The page's data of one board."""
-    overall = board.overall()
-    claim = headline(overall, board.when)
+    claim = headline(board.overall(), board.when)
     weak = sorted({r.cell.task for r in board.scored if r.cell.method == FULL and near_guessing(r)})
     caution = [
         "These means hold tasks on which the full cache itself is near guessing: "

@@ -77,11 +77,6 @@ def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION
     # math-verify sets its time limits by signals, which only the main thread may do.
     if threading.current_thread() is threading.main_thread():
         return _compared(written, answer, limit)
-    return _elsewhere(written, answer, limit)
-
-
-def _elsewhere(written: str, answer: str, limit: int) -> MetricScore:
-    """`_compared` in a child process."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],

@@ -141,7 +141,7 @@ def cell_result(
         failed=_counted(answer.failed[metric] for answer in answers if metric in answer.failed),
         errors=_counted(sample.error for sample in samples if sample.error is not None),
         commits=tuple(dict.fromkeys(sample.commit for sample in samples)),
-        setups=_distinct(sample.setup for sample in samples),
+        setups=distinct(sample.setup for sample in samples),
     )
 
 
@@ -247,7 +247,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _distinct(setups: Iterable[MachineSetup]) -> tuple[MachineSetup, ...]:
+def distinct(setups: Iterable[MachineSetup]) -> tuple[MachineSetup, ...]:
+    """The setups that differ, in order."""
     found: list[MachineSetup] = []
     for setup in setups:
         if setup not in found:

@@ -225,17 +225,12 @@ def _as_whole_context(
         "kept_per_layer": tuple(kept / longer for kept in held.kept_per_layer),
         "nbytes_full": round(held.nbytes_full * longer),
     }
-    update = {
-        "held": held.model_copy(update=update),
-        "tokens": whole.tokens,
-        "left_out": whole.left_out,
-    }
-    return outcome.model_copy(update=update)
+    lengths = {"tokens": whole.tokens, "left_out": whole.left_out}
+    return outcome.model_copy(update=lengths | {"held": held.model_copy(update=update)})
 
 
 def _with_peak(model: PreTrainedModel, outcome: SampleOutcome, before: int) -> SampleOutcome:
-    peak = peak_above(model.device, before)
-    held = outcome.held.model_copy(update={"peak_bytes": peak})
+    held = outcome.held.model_copy(update={"peak_bytes": peak_above(model.device, before)})
     return outcome.model_copy(update={"held": held})
 
 

@@ -117,8 +117,7 @@ def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBat
     if cache.reconstruction is not None:
         read_on(model, cache, batch.ids[:, :-1], batch.padding)
         return batch
-    ids = _generate(model, cache, batch, 1, [], begins=True)
-    return batch.followed_by(ids[:, -1:])
+    return batch.followed_by(_generate(model, cache, batch, 1, [], begins=True)[:, -1:])
 
 
 class Answered(NamedTuple):

@@ -79,7 +79,8 @@ def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[Samp
     held, step = cache_usage(made.cache), None
     said, answers = list[list[Reply]](), list[list[ScoredAnswer]]()
     if task.by_likelihood:
-        answers = [_likelihood(model, made.cache, first)]
+        text = first.question_ids(first.sample.questions[0]).to(model.device)
+        answers = [[ScoredAnswer.of_text(at_once(model, fork(made.cache), text))]]
     elif first.sample.conversation:
         context = Context(model, first.tokenizer, made.cache, first.frame, made.batch.ids)
         own, step = _conversation(context.chat(), first, made.cell.protocol.history)
@@ -92,14 +93,6 @@ def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[Samp
         pairs = zip(prompt.sample.questions, own, strict=True)
         answers.append([scored_answer(task, *pair) for pair in pairs])
     return batch_outcomes(made.batch.prompts, answers, held, made.cost, took, step)
-
-
-def _likelihood(
-    model: PreTrainedModel, cache: CompressedCache, prompt: SamplePrompt
-) -> list[ScoredAnswer]:
-    """The scored text of a sample, given its compressed context."""
-    text = prompt.question_ids(prompt.sample.questions[0]).to(model.device)
-    return [ScoredAnswer.of_text(at_once(model, fork(cache), text))]
 
 
 def _answers(

@@ -84,5 +84,4 @@ def at_once(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tens
 
 def _nll(logits: Tensor, following: Tensor) -> Tensor:
     """−log p in nats `[B, S]` of the tokens `following [B, S]` under `logits [B, S, V]`."""
-    likely = logits.float().log_softmax(-1).gather(-1, following[..., None])
-    return -likely[..., 0]
+    return -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0]

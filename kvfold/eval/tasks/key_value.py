@@ -72,8 +72,7 @@ def _single(request: SampleRequest) -> Samples:
         pairs = [(key, value) for key, value in row.ordered_kv_records]
         if (row.key, row.value) not in pairs:
             raise ValueError(f"key {row.key!r} and its value are not among the pairs")
-        place = pairs.index((row.key, row.value))
-        metadata = {"pairs": len(pairs), "places": [place]}
+        metadata = {"pairs": len(pairs), "places": [pairs.index((row.key, row.value))]}
         asked = (question(row.key, row.value),)
         return TaskSample("kv_retrieval", 0, context(pairs), asked, metadata=metadata)
 

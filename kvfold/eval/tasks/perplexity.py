@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvfold.eval.tasks import source
@@ -57,26 +58,19 @@ def _halves(request: SampleRequest) -> Iterator[TaskSample]:
         yield replace(whole, task="continuation", context=first, questions=(rest,))
 
 
+_task = partial(
+    Task,
+    source="mit-han-lab/streaming-llm, arXiv 2309.17453",
+    benchmark="perplexity",
+    group="language modelling",
+    truncation="windows",
+    by_likelihood=True,
+)
 TASKS = (
-    Task(
-        "perplexity",
-        "a book, token by token",
-        "mit-han-lab/streaming-llm, arXiv 2309.17453",
-        "perplexity",
-        "language modelling",
-        _samples,
-        phase="stream",
-        truncation="windows",
-        by_likelihood=True,
-    ),
-    Task(
+    _task("perplexity", "a book, token by token", samples=_samples, phase="stream"),
+    _task(
         "continuation",
         "the second half of a book's window, after its first was compressed",
-        "mit-han-lab/streaming-llm, arXiv 2309.17453",
-        "perplexity",
-        "language modelling",
-        _halves,
-        truncation="windows",
-        by_likelihood=True,
+        samples=_halves,
     ),
 )
