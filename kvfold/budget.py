@@ -145,7 +145,8 @@ def _plain(value: Any) -> int | float:
             pass
         if isinstance(value, numbers.Real) or hasattr(value, "ndim"):
             try:
-                return _decimal(value)
+                few_bits = getattr(value, "itemsize", 8) < 8  # of which 0.2 stays 0.2
+                return float(f"{float(value):.6g}") if few_bits else float(value)
             except OverflowError:
                 return math.inf
             except (TypeError, ValueError, RuntimeError):
@@ -167,9 +168,3 @@ def _read_size(text: str) -> float:
     if not match or match[2].upper() not in UNITS:
         raise BudgetError(f"cannot read {text!r} as a size: write for example 512MiB or 2GB")
     return float(match[1]) * UNITS[match[2].upper()]
-
-
-def _decimal(value: Any) -> float:
-    """A real number as a float; of lower precision, rounded to 6 digits: 0.2 stays 0.2."""
-    few_bits = getattr(value, "itemsize", 8) < 8
-    return float(f"{float(value):.6g}") if few_bits else float(value)

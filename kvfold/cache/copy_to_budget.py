@@ -38,8 +38,7 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
             f"{method} observes other data than {cache.method} while a text is read: "
             "let it read itself"
         )
-    model = cache.states[0].plan.rotation.model
-    fits = Fits.of(method.stages(), model)
+    fits = Fits.of(method.stages(), cache.states[0].plan.rotation.model)
     stages = setup.stages_of(method, cache.protect, cache.ranks, fits)
     made = checked_budget(method, budget, stages.forced.least)
     plans = [replace(state.plan, budget=made).by(stages) for state in cache.states]

@@ -129,8 +129,7 @@ def checked_sizes(stages: Stages, total: int, tokens: int, layers: int) -> list[
 
 def with_forced_room(counts: list[Tensor], least: Tensor, free: Tensor) -> list[Tensor]:
     """Sizes `[B]` of each layer, raised to the forced `least [B]` as far as the sum allows."""
-    by_row = torch.stack(counts, -1).tolist()
-    rows = zip(by_row, least.tolist(), free.tolist(), strict=True)
+    rows = zip(torch.stack(counts, -1).tolist(), least.tolist(), free.tolist(), strict=True)
     return list(torch.tensor([raised(*row) for row in rows], device=free.device).T)
 
 

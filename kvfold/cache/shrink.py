@@ -115,7 +115,7 @@ def _check_settled(cache: CacheParts) -> None:
 
 def _check_smaller(state: LayerState, budget: Budget) -> None:
     """Raises BudgetError if the `budget` keeps more entries than the state's own."""
-    before, smaller = even_size(state), _with_budget(state, budget)
+    before, smaller = even_size(state), replace(state, plan=replace(state.plan, budget=budget))
     now = even_size(smaller)
     tokens = state.seen_per_row() - state.protected()
     larger = now.minimum(tokens) > before
@@ -129,10 +129,6 @@ def _check_smaller(state: LayerState, budget: Budget) -> None:
             f"a cache that was compressed to {state.plan.budget} cannot grow to {budget}: choose a "
             "smaller budget, or compress the text again"
         )
-
-
-def _with_budget(state: LayerState, budget: Budget) -> LayerState:
-    return replace(state, plan=replace(state.plan, budget=budget))
 
 
 def _check_monotone(state: LayerState, observation: Observation) -> None:

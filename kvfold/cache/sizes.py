@@ -130,8 +130,7 @@ def open_rows(sized: list[Sized], beside_prompt: bool = False) -> Tensor:
     if not rows:
         return torch.zeros(0, 1, dtype=torch.bool)
     ranks, in_all = sized[0][0].plan.ranks, torch.stack([row.to(rows[0].device) for row in rows])
-    each_row = [[ranks.all(row)] for row in in_all.all(0)]
-    return torch.tensor(each_row, device=rows[0].device)
+    return torch.tensor([[ranks.all(row)] for row in in_all.all(0)], device=rows[0].device)
 
 
 def _with_candidates(

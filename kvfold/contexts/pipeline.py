@@ -80,11 +80,7 @@ def pipeline(
     **options: Any,
 ) -> ContextPipeline:
     """A `ContextPipeline`; arguments hold for calls that do not say otherwise."""
-    named: dict[str, Any] = {
-        "method": method,
-        "budget": budget,
-        "system": system,
-        "template": template,
-    }
+    named: dict[str, Any] = {"method": method, "budget": budget}
+    named |= {"system": system, "template": template}
     chosen = {name: value for name, value in named.items() if value is not None}
     return ContextPipeline(model=model, tokenizer=tokenizer, **chosen, **options)

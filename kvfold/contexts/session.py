@@ -250,7 +250,9 @@ class Session:
                 items = {name: _moved(each, item, -item.tokens) for name, each in items.items()}
         for name in reversed([each for each in items if each in texts]):
             item, new = items[name], self._tensor(texts[name])
-            context = _spliced(context, item, new)
+            cache = spliced(context.cache, item.span, new)
+            ids = torch.cat([context.ids[:, : item.start], new, context.ids[:, item.stop :]], 1)
+            context = replace(context, cache=cache, ids=ids, level=None)
             moved = new.shape[1] - item.tokens
             items = {other: _moved(each, item, moved) for other, each in items.items()}
         self.context = context
@@ -310,13 +312,6 @@ def _without(context: Context, items: Sequence[Item]) -> Context:
         stay[item.start : item.stop] = False
     cache = dropped(context.cache, *(item.span for item in items))
     return replace(context, cache=cache, ids=context.ids[:, stay], level=None)
-
-
-def _spliced(context: Context, item: Item, new: Tensor) -> Context:
-    """A context with tokens `new [1, m]` in place of an item's."""
-    cache = spliced(context.cache, item.span, new)
-    ids = torch.cat([context.ids[:, : item.start], new, context.ids[:, item.stop :]], 1)
-    return replace(context, cache=cache, ids=ids, level=None)
 
 
 def _moved(item: Item, edited: Item, by: int) -> Item:

@@ -146,8 +146,7 @@ def enable(
     before = model.__dict__.get("generate")
     with preparing:
         _restore(model)
-        replaced = CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk})
-        _replace(model, replaced)
+        _replace(model, CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk}))
     return Enabled(model, routed, before if isinstance(before, CompressedGenerate) else None)
 
 

@@ -146,8 +146,7 @@ def check_read_ahead(
 
 def check_windows(resumed: Resumption, mask: Tensor) -> None:
     """Raises KvfoldError for padding between tokens, `mask [B, N]`, where layers count it."""
-    new = mask.shape[1] - resumed.seen
-    padding_rules(resumed.cache, new).check_windows(mask.bool())
+    padding_rules(resumed.cache, mask.shape[1] - resumed.seen).check_windows(mask.bool())
 
 
 def check_settings(settings: Any, options: dict[str, Any]) -> None:

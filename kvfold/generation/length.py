@@ -52,8 +52,7 @@ def check_prompt(
     """As `check_length`, for a prompt of `mask [B, N]` that is read as `reach` says."""
     columns = mask.shape[1]
     if columns > (trained_length(model) or columns):
-        tokens = int(mask.sum(-1).max())
-        check_length(model, reach(cache, tokens, piece), allow_longer)
+        check_length(model, reach(cache, int(mask.sum(-1).max()), piece), allow_longer)
 
 
 def reach(cache: CompressedCache, tokens: int, piece: int | None) -> int:

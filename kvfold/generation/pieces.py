@@ -113,17 +113,12 @@ def without_lone_columns(ends: list[int], mask: Tensor, start: int) -> list[int]
     if len(ends) > 1 and ends[-1] - ends[-2] == 1 and ends[-2] - [start, *ends][-3] > 2:
         ends = [*ends[:-2], ends[-2] - 1, ends[-1]]
     forwards = pairwise([start, *ends])
-    if any(end - begin == 1 and _is_padded(mask, begin) for begin, end in forwards):
+    if any(end - begin == 1 and not bool(mask[:, begin].all()) for begin, end in forwards):
         raise KvfoldError(
             "recurrent layers take padding for tokens in a forward of one column: choose a "
             "prefill_chunk of 3 or more, or read each row with a cache of its own"
         )
     return ends
-
-
-def _is_padded(mask: Tensor, column: int) -> bool:
-    """True if a column is padding in some row."""
-    return not bool(mask[:, column].all())
 
 
 def check_padding(mask: Tensor, seen: int, stop: int, chunk: int, per_chunk: bool = False) -> None:

@@ -160,7 +160,7 @@ def disable(model: PreTrainedModel) -> None:
             if text_config(model)._attn_implementation == name:
                 model.set_attn_implementation(_loaded.pop(model, kind))
         unwatch(model)
-        leave_prompts(model)
+        vars(unwrapped(model)).pop(READ, None)  # of `check_prompts`
 
 
 def _stand_in(model: PreTrainedModel, loaded: str) -> str:
@@ -204,11 +204,6 @@ def check_prompts(model: Any) -> None:
     inner = unwrapped(model)
     if hasattr(type(inner), READ):
         setattr(inner, READ, _CheckedRead(inner))
-
-
-def leave_prompts(model: Any) -> None:
-    """Undoes `check_prompts`."""
-    vars(unwrapped(model)).pop(READ, None)
 
 
 class _CheckedRead:

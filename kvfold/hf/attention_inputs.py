@@ -34,8 +34,7 @@ def inputs_noted(
                     "method reads: use another method"
                 )
             hook = partial(_note, own, place)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            hooks.callback(handle.remove)
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
 
 

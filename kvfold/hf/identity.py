@@ -113,8 +113,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _some(tensor: Tensor, count: int) -> Tensor:
     if not tensor.is_contiguous() or count < SAMPLE:
         return tensor.flatten()[:SAMPLE]
-    runs = tensor.as_strided((RUNS, SAMPLE // RUNS), (count // RUNS, 1))
-    return runs.flatten()
+    return tensor.as_strided((RUNS, SAMPLE // RUNS), (count // RUNS, 1)).flatten()
 
 
 def computation(config: Any) -> dict[str, Any]:

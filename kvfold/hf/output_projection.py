@@ -44,7 +44,8 @@ class OutputProjection(LayerOfModel):
         by_head = weight.unflatten(1, (query_heads, -1)).transpose(0, 1)  # [Hq, Dm, Dv]
         if kind == "l1":
             return l1_norms(values, by_head)
-        state = _state_of(weight)
+        # Another one after each change of the weight.
+        state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         known = _grams.get(module)
         if known is None or known[0] != state:
             known = _grams[module] = state, gram(by_head)
@@ -75,11 +76,6 @@ class OutputProjection(LayerOfModel):
             "norms of projected values: load the model whole and unquantized, merge its adapters, "
             "or use another method"
         )
-
-
-def _state_of(weight: Tensor) -> tuple[int, ...]:
-    """A number for each change of a weight."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 @functools.cache

@@ -181,8 +181,7 @@ class Rotation(LayerOfModel):
         return any(line.strip().startswith("key_states = self.") for line in after)
 
     def _embedding(self) -> nn.Module | None:
-        decoder = self.model.get_decoder()
-        return getattr(decoder, "rotary_emb", None)
+        return getattr(self.model.get_decoder(), "rotary_emb", None)
 
     def _apply(self) -> Callable[..., Any] | None:
         module = sys.modules[type(self.model.get_decoder()).__module__]

@@ -89,8 +89,7 @@ def watch_attention(
 def layer_attention(seen: Observation, index: int) -> LayerAttention:
     """Statistics of layer `index`, from a one-row observation of all queries and column sums."""
     assert seen.queries is not None and seen.get(ColumnSums) is not None
-    tokens = seen.positions.shape[2]
-    window = lazy_window(tokens)
+    window = lazy_window(seen.positions.shape[2])
     cells, entropy, edges = _blockwise_statistics(seen, window)
     lazy = mass_of_last_query(seen, sinks=SINKS, window=window)
     cut = partial(norm_cut, seen, sinks=SINKS, keep_layers=())

@@ -63,7 +63,12 @@ def maps_figure(
     for panel, (label, grid) in zip(panels, grids.items(), strict=True):
         _draw(panel, grid, lines, layers or range(len(grid) // lines))
         _mark(panel, needles)
-        _caption(panel, label, grid, needles)
+        panel.set_title(plain(label), loc="left", fontsize=10, pad=9)
+        note = f"kept {grid.mean():.1%} of the entries"
+        if needles:
+            inside = np.concatenate([grid[:, start:stop] for start, stop in needles], axis=1)
+            note += f", {inside.mean():.1%} of those in needles (red)"
+        panel.set_title(note, loc="right", fontsize=8, color="#555555", pad=9)
     panels[-1].set_xlabel("position in the document (tokens)")
     figure.supylabel(rows, fontsize=9)
     return figure
@@ -103,12 +108,3 @@ def _draw(panel: Axes, grid: np.ndarray, heads: int, names: Sequence[int]) -> No
 def _mark(panel: Axes, needles: Sequence[tuple[int, int]]) -> None:
     for start, stop in needles:
         panel.axvspan(start, stop, ymin=1.02, ymax=1.09, color=NEEDLE, linewidth=0, clip_on=False)
-
-
-def _caption(panel: Axes, label: str, grid: np.ndarray, needles: Sequence[tuple[int, int]]) -> None:
-    panel.set_title(plain(label), loc="left", fontsize=10, pad=9)
-    note = f"kept {grid.mean():.1%} of the entries"
-    if needles:
-        inside = np.concatenate([grid[:, start:stop] for start, stop in needles], axis=1)
-        note += f", {inside.mean():.1%} of those in needles (red)"
-    panel.set_title(note, loc="right", fontsize=8, color="#555555", pad=9)

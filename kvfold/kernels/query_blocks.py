@@ -111,7 +111,8 @@ class AttentionBlocks:
                 None if self._sink_logits is None else self._sink_logits[self._query_heads(at)]
             )
             weights = _softmax(self.logits(at), sink_logits)
-            if self._mask is not None and (at.few or _has_blind_row(weights)):
+            # A row that sees nothing is all NaN, so one column tells.
+            if self._mask is not None and (at.few or bool(weights[:, 0].isnan().any())):
                 weights.nan_to_num_(0.0)
             attended = weights.to(self._value.dtype) @ self._value[at.row, at.head, : at.seen]
             out[at.row, at.head, :, at.start : at.end] = attended.view(
@@ -232,11 +233,6 @@ def _hide(logits: Tensor, mask: Tensor | None, ranges: list[slice]) -> None:
             logits[..., part].masked_fill_(~mask[..., part], -torch.inf)
         else:
             logits[..., part].add_(mask[..., part])
-
-
-def _has_blind_row(weights: Tensor) -> bool:
-    """True if a row of `weights [G·S, seen]` sees nothing: it is all NaN, so one column tells."""
-    return bool(weights[:, 0].isnan().any())
 
 
 def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:

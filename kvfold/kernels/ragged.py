@@ -84,7 +84,10 @@ def _blocks(
                 of_row = mask[row, share if mask.shape[1] > 1 else slice(0, 1)]
                 _hide(logits, of_row[:, start : start + QUERIES])
             elif queries > 1:
-                _hide_later(logits, queries, start)
+                # Causal: the last `queries` slots are those of the queries themselves.
+                slot = torch.arange(queries, device=logits.device)
+                later = slot > slot[start : start + logits.shape[1], None]
+                logits[..., logits.shape[-1] - queries :].masked_fill_(later, -torch.inf)
             weights = softmax(logits, None if sink_logits is None else sink_logits[share])
             out[i, :, start : start + QUERIES] = _mix(weights.to(query.dtype), values)
     return out.view(batch, query_heads, queries, -1)
@@ -100,13 +103,6 @@ def _hide(logits: Tensor, mask: Tensor) -> None:
         part.masked_fill_(~mask, -torch.inf)
     else:
         part.add_(mask)
-
-
-def _hide_later(logits: Tensor, queries: int, start: int) -> None:
-    """Causal mask in place for a block of queries from `start` on; the last `queries` slots."""
-    slot = torch.arange(queries, device=logits.device)
-    later = slot > slot[start : start + logits.shape[1], None]
-    logits[..., logits.shape[-1] - queries :].masked_fill_(later, -torch.inf)
 
 
 def _mix(weights: Tensor, values: list[Tensor]) -> Tensor:
@@ -262,9 +258,8 @@ def attend_to_rows_varlen(
     Segment i is the rows from `starts[i]` to `starts[i + 1] − 1`; starts `[R + 1]`, int32. The
     longest segment has `longest` entries. An empty segment gives 0 and −inf.
     """
-    segments = query.shape[0]
     # To varlen_attn a segment is a sequence: one query with G heads, keys with one head.
-    one_each = torch.arange(segments + 1, dtype=starts.dtype, device=starts.device)
+    one_each = torch.arange(query.shape[0] + 1, dtype=starts.dtype, device=starts.device)
     out, lse = varlen_attn(
         query.contiguous(),
         keys[:, None],

@@ -74,8 +74,7 @@ def tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     bias = None if stored.bias is None else stored.bias.tail.transpose(2, 3).to(keys.dtype)
     if max(gaps) == 0:
         return keys, values, bias
-    width = keys.shape[2]
-    hidden = hidden_slots(gaps, width, keys.dtype, keys.device)
+    hidden = hidden_slots(gaps, keys.shape[2], keys.dtype, keys.device)
     hidden = hidden.view(*keys.shape[:2], 1, -1)
     return keys, values, hidden if bias is None else hidden + bias
 

@@ -31,8 +31,7 @@ def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
         # As `attend_with_row`, without the costs of the row, of holes and of sink logits.
         columns = grouped.flatten(0, 1).transpose(1, 2) * scale
         weights = torch.bmm(key.flatten(0, 1), columns).transpose(1, 2).softmax(-1)
-        mixed = torch.bmm(weights, value.flatten(0, 1))
-        return mixed.view(batch, -1, 1, value.shape[-1])
+        return torch.bmm(weights, value.flatten(0, 1)).view(batch, -1, 1, value.shape[-1])
     # Fused kernels return other memory layouts than their inputs have.
     out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
     return out.reshape(*query.shape[:3], -1)
@@ -99,8 +98,7 @@ def _weighted(logits: Tensor, value: Tensor, sink_logits: Tensor | None) -> tupl
 
 def softmax_beside(logits: Tensor, sink_logits: Tensor) -> Tensor:
     """Weights of logits `[B·H, G, T]`; sink logits `[Hq]` join the denominator only."""
-    groups = logits.shape[1]
-    extra = sink_logits.to(logits.dtype).view(-1, groups, 1)
+    extra = sink_logits.to(logits.dtype).view(-1, logits.shape[1], 1)
     extra = extra.repeat(len(logits) // len(extra), 1, 1)
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
 

@@ -64,8 +64,7 @@ def peak_during(work: Callable[[], object]) -> int:
 
 def memory(field: str) -> int:
     """A field of /proc/self/status, such as VmRSS, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{field}:\s+(\d+) kB", status)
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 

@@ -36,5 +36,4 @@ class NonCausal(Method):
         self.check_range(1, None, "chunk")
 
     def stages(self) -> Stages:
-        needs = Needs(ChunkSumsNeed(self.chunk))
-        return Stages(needs=needs, score=non_causal_scores)
+        return Stages(needs=Needs(ChunkSumsNeed(self.chunk)), score=non_causal_scores)

@@ -80,8 +80,7 @@ def invalid(errors: Sequence[Any]) -> ApiError:
     """
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, refusal_of(None, errors[0]), code="invalid_json")
-    absent = [error for error in errors if absent_at(_place(error))]
-    errors = absent or errors
+    errors = [error for error in errors if absent_at(_place(error))] or errors
     param = _place(errors[0])
     alike = [error for error in errors if (_place(error) or "").startswith(param or "")]
     said = next((error for error in alike if not error["type"].endswith("_type")), errors[0])

@@ -72,7 +72,9 @@ class ServedModel:
         settings: ServerSettings,
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
-        self.max_length = _max_length(model, settings.allow_longer)
+        # A table of learned positions has none beyond its end.
+        table = learned_positions(model) is not None
+        self.max_length = None if settings.allow_longer and not table else trained_length(model)
         limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
         most, vocabulary = min(limits, default=None), text_config(model).vocab_size
         frame, special = PromptFrame.of(tokenizer), settings.special_tokens
@@ -174,15 +176,6 @@ class ServedModel:
             self.abandoned_tokens += self._of_thread.tokens
             self._of_thread.tokens = 0
             raise stopping()
-
-
-def _max_length(model: PreTrainedModel, allow_longer: bool) -> int | None:
-    """Tokens of a prompt and its answer at most; None: no limit.
-
-    With `allow_longer` that is a table of learned positions, which has none beyond its end.
-    """
-    table = learned_positions(model) is not None
-    return None if allow_longer and not table else trained_length(model)
 
 
 def _names(*methods: str | Method) -> frozenset[str]:

@@ -75,8 +75,7 @@ class SharedColumns(SharedNumbers):
 
     def follow(self, first: int, new: int) -> None:
         """Adds `new` entries to every head, in columns from `first` on."""
-        columns = _from(first, new, self.trunk)
-        self.append(columns.expand(*self.trunk.shape[:2], new))
+        self.append(_from(first, new, self.trunk).expand(*self.trunk.shape[:2], new))
 
 
 def _from(first: int, count: int, like: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ class SharedBuffer(GrowingBuffer):
     def reserve(self, room: int) -> Tensor:
         """A copy of all rows with zeros for `room` more; rows written there must be appended."""
         rows = self.rows
-        more = rows.new_zeros(*rows.shape[:2], room, *rows.shape[3:])
-        return torch.cat([rows, more], 2)
+        return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, *rows.shape[3:])], 2)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` rows, which must be its own."""

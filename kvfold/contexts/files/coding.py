@@ -168,8 +168,7 @@ class Coding:
             if name == "keys":
                 rest = list(_turned(rotations_of(cache), heads, whole, rest, back=True))
             transform = getattr(self.basis, name)
-            room = share * 2 * numbers / chosen.ratio
-            coded = kvtc.encode(rest, transform, scope, room)
+            coded = kvtc.encode(rest, transform, scope, share * 2 * numbers / chosen.ratio)
             if coded is None:
                 return None
             made |= {f"codec.{name}.{part}": getattr(coded.streams, part) for part in PARTS}

@@ -25,7 +25,6 @@ from kvfold.contexts.files.format import ContextFile, opened, told_as_damage
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.fitted.fits import Fits
 from kvfold.hf.arguments import checked_arguments
 from kvfold.hf.header import model_differences
 from kvfold.hf.identity import model_header, rope_header
@@ -78,7 +77,12 @@ def read(
         keep_scores=keeps_scores(header, method),
     )
     cache.binding.check_model()
-    _check_fits(file, cache.fits)
+    if file.header.fits and file.header.fits != cache.fits.digests:
+        raise ContextFileError(
+            f"{file.path} was made with {file.header.method}, and the fitted numbers in its file "
+            "have changed since: put back the file that it was made with, or compress the document "
+            "again"
+        )
     with told_as_damage(file):
         _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
@@ -152,7 +156,14 @@ def check_method(path: str | Path) -> None:
 
 
 def _method(file: ContextFile) -> Method:
-    _check_origins(file)
+    for name, module in file.header.origins.items():
+        if registered(name) is None:
+            found = "a script or notebook" if module == "__main__" else f"the module {module}"
+            raise ContextFileError(
+                f"{file.path} was made with the method {name!r} of {found}, which is not "
+                f"registered here: import its module before kvfold.load, or give the command "
+                f"--import {module if module != '__main__' else 'MODULE'} (a name, or a .py file)"
+            )
     try:
         method = parse(file.header.method)
     except KvfoldError as problem:
@@ -165,28 +176,6 @@ def _method(file: ContextFile) -> Method:
             f"{spelled_out(method)}"
         )
     return method
-
-
-def _check_origins(file: ContextFile) -> None:
-    """Raises ContextFileError, naming the module to import, for an unregistered method."""
-    for name, module in file.header.origins.items():
-        if registered(name) is None:
-            found = "a script or notebook" if module == "__main__" else f"the module {module}"
-            raise ContextFileError(
-                f"{file.path} was made with the method {name!r} of {found}, which is not "
-                f"registered here: import its module before kvfold.load, or give the command "
-                f"--import {module if module != '__main__' else 'MODULE'} (a name, or a .py file)"
-            )
-
-
-def _check_fits(file: ContextFile, fits: Fits) -> None:
-    """Raises ContextFileError if the method's fitted numbers have changed since."""
-    if file.header.fits and file.header.fits != fits.digests:
-        raise ContextFileError(
-            f"{file.path} was made with {file.header.method}, and the fitted numbers in its file "
-            "have changed since: put back the file that it was made with, or compress the document "
-            "again"
-        )
 
 
 def _fill(

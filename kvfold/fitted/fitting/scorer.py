@@ -136,8 +136,7 @@ def fit_scorer(
     progress = Progress.at(path, model, str(method), seed, learned, resume)
     reader = Reader(model, tokenizer, method, note)
     features, sums = _learned(reader, learned, progress, seed)
-    of_model = weights_of(model)
-    candidates = _candidates(features, sums, int(MOST_OF_WEIGHTS * of_model))
+    candidates = _candidates(features, sums, int(MOST_OF_WEIGHTS * weights_of(model)))
     best = _best(reader, choosing, features, candidates)
     weights, chosen = candidates[best]
     held_out = [

@@ -135,8 +135,7 @@ def _request(
     asked = token_ids(tokenizer, how.first if part == 0 else how.later)[0].to(text.device)
     if part > 0:
         asked = torch.cat([asked, text[: part * how.chunk][-how.previous :]])
-    answer = token_ids(tokenizer, frame.after)[0].to(text.device)
-    return torch.cat([asked, answer]), chunk
+    return torch.cat([asked, token_ids(tokenizer, frame.after)[0].to(text.device)]), chunk
 
 
 def _questions(

@@ -50,8 +50,7 @@ class GraphCache(Cache, ToldOfForwards):
 
     def fix(self) -> None:
         """Replaces the layers by static ones, once the prompt is read."""
-        own = self.cache.compressed_layers
-        self.layers = [fixed(layer, self.room) for layer in own]
+        self.layers = [fixed(layer, self.room) for layer in self.cache.compressed_layers]
         self.seen = self.cache.get_seq_length()
 
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:

@@ -33,7 +33,11 @@ def adaptive(
     """
     ordered = scores.sort(dim=-1, descending=True, stable=True).values
     if normalize:
-        ordered = _normalized(ordered, per_head)
+        values = ordered.masked_fill(ordered == -torch.inf, 0.0)
+        best = torch.arange(ordered.shape[-1], device=ordered.device) < per_head.view(-1, 1, 1)
+        whole = values.sum(-1, keepdim=True)
+        weight = (values * best).sum(-1, keepdim=True) / whole.masked_fill(whole == 0, 1.0)
+        ordered = (values * weight).masked_fill(ordered == -torch.inf, -torch.inf)
     total = per_head * scores.shape[1]
     least = (per_head.double() * floor).long()[:, None]
     if rule == "floor":
@@ -51,17 +55,8 @@ def _shared_out(ordered: Tensor, least: Tensor, total: Tensor) -> Tensor:
     safe = torch.minimum(least, (ordered > -torch.inf).sum(-1))
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     open_ = ordered.masked_fill(rank < safe[..., None], -torch.inf).flatten(1)
-    candidates = (open_ > -torch.inf).sum(-1)
-    rest = torch.minimum(total - safe.sum(-1), candidates)
+    rest = torch.minimum(total - safe.sum(-1), (open_ > -torch.inf).sum(-1))
     order = open_.argsort(dim=-1, descending=True, stable=True)
     first = torch.arange(open_.shape[-1], device=open_.device) < rest[:, None]
     won = torch.zeros_like(first).scatter(1, order, first)
     return safe + won.view_as(ordered).sum(-1)
-
-
-def _normalized(ordered: Tensor, per_head: Tensor) -> Tensor:
-    values = ordered.masked_fill(ordered == -torch.inf, 0.0)
-    best = torch.arange(ordered.shape[-1], device=ordered.device) < per_head.view(-1, 1, 1)
-    whole = values.sum(-1, keepdim=True)
-    weight = (values * best).sum(-1, keepdim=True) / whole.masked_fill(whole == 0, 1.0)
-    return (values * weight).masked_fill(ordered == -torch.inf, -torch.inf)

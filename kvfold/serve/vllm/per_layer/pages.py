@@ -45,8 +45,7 @@ class PartManager(FullAttentionManager):
 
         vLLM asks once per request, when `num_computed_tokens` are those loaded by the connector.
         """
-        spec = self.kv_cache_spec
-        return skipped(num_computed_tokens, spec.part, self.block_size)
+        return skipped(num_computed_tokens, self.kv_cache_spec.part, self.block_size)
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: no page is dropped later."""
