@@ -9,6 +9,7 @@ from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
 from kvfold.cache.stats import Stats
+from kvfold.kernels.cold import ColdBytes
 from kvfold.methods.stages.when import Hold
 
 
@@ -20,6 +21,7 @@ def stats_of(cache: CacheParts) -> Stats:
     entries, positions, slack = (
         (sum(each) for each in zip(*parts, strict=True)) if parts else (0, 0, 0)
     )
+    cold = [state.stored().cold_bytes() for state in started] or [ColdBytes()]
     beside = sum(_beside(state) for state in started) + _bytes_of_all_layers(phase)
     return Stats(
         method=str(cache.method),
@@ -42,6 +44,7 @@ def stats_of(cache: CacheParts) -> Stats:
         later_budget=phase.own_size,
         errors=[_mean_report(state, "error") for state in started],
         refits=[_mean_report(state, "refit") for state in started],
+        cold=ColdBytes(*map(sum, zip(*cold, strict=True))),
     )
 
 

@@ -63,8 +63,13 @@ def evict(
 
 
 def encode_all(state: LayerState, observation: Observation) -> None:
-    """Evicts nothing but padding, and encodes."""
-    _keep(state, observation, alive(state.positions()), ragged=True)
+    """Evicts nothing but padding, and encodes; recall lets go cold what no stage forces."""
+    positions, stages = state.positions(), state.plan.stages
+    if stages.encode is not None and stages.encode.recalls and stages.score is None:
+        counts = torch.zeros(len(positions), dtype=torch.long, device=positions.device)
+        forced = _protected(state, positions) | stages.forced.mask(positions, counts)
+        positions = positions.masked_fill(~forced, -1)
+    _keep(state, observation, alive(positions), ragged=True)
 
 
 def forget_references(state: LayerState) -> None:
@@ -88,12 +93,17 @@ def _chosen(due: Due) -> Chosen:
     check_interrupted()
     state, stages, observation, counts, sizes, beside = due
     positions = state.positions()
-    forced = positions < state.protected().view(-1, 1, 1)
+    forced = _protected(state, positions)
     fixed = state.stored().fixed
     if fixed is not None:
         forced = forced | fixed
     forced = forced & (positions >= 0)
     return choose(stages, observation, positions, forced, counts, sizes, beside)
+
+
+def _protected(state: LayerState, positions: Tensor) -> Tensor:
+    """Bool mask `[B, H, T]` of the first tokens that are kept beside the budget, and of padding."""
+    return positions < state.protected().view(-1, 1, 1)
 
 
 def _one_set(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
@@ -224,8 +234,10 @@ def _keep_ragged(
 
     `changed` are their keys and values, `bias [B, H, K]` theirs; None: as stored.
     """
-    encode, store = state.plan.stages.encode or Encode(), state.stored()
+    encode, store, hot = state.plan.stages.encode or Encode(), state.stored(), None
     _check_heads(state, observation)
+    if encode.recalls:
+        hot, slots = _gone_cold(state, slots)
     if store.encoded and (changed is None or not encode.standalone):
         store.keep(slots)
     else:
@@ -243,7 +255,21 @@ def _keep_ragged(
     # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)
+    if hot is not None:
+        state.ragged_store().warm(hot)
     state.observers.select(slots)
+
+
+def _gone_cold(state: LayerState, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """A bool mask of those at `slots` among all entries, and the slots of all, both `[B, H, K]`.
+
+    Rows that have ended stay as they are.
+    """
+    store, tokens = state.stored(), state.sequence.tokens()
+    every, hot = alive(state.columns()), kept_mask(slots, store.length)
+    if tokens is not None and isinstance(store, RaggedStore) and store.hot is not None:
+        hot = torch.where(tokens[:, -1].view(-1, 1, 1), hot, store.hot)
+    return pick(hot, every, False), every
 
 
 def _check_heads(state: LayerState, observation: Observation) -> None:

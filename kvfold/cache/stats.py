@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvfold.kernels.cold import ColdBytes
+
 OVER_BUDGET = "the budget leaves no room beside the forced set, so a ratio evicts nothing of a row"
 
 
@@ -28,7 +30,8 @@ class Stats:
     with the kept entries as they were, and refitted; the heads whose values a guard held back; and
     the entries without weight. These are means over rows.
     `later` are the most entries of a KV head that came after the last compression; `budget` does
-    not bound them, but `later_budget` entries do where a chat has one.
+    not bound them, but `later_budget` entries do where a chat has one. `cold` bytes of recall are
+    not in `nbytes`: in host memory, in a context file, and those that queries have read so far.
     """
 
     method: str
@@ -51,6 +54,7 @@ class Stats:
     later: int = 0
     later_budget: int | None = None
     refits: list[list[float]] = field(default_factory=list)
+    cold: ColdBytes = field(default_factory=ColdBytes)
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +96,8 @@ class Stats:
         ]
         if self.later and (self.budget != "none" or self.later_budget is not None):
             lines.append(self._later())
+        if any(self.cold):
+            lines.append(self._cold())
         if self.per_chunk is not None:
             lines.append(f"compressed after every {self.per_chunk} tokens of the prompt")
         if self.forced_over_budget:
@@ -130,6 +136,14 @@ class Stats:
         return (
             f"refitted: error of held-out outputs {before:.3f} to {after:.3f}, values held back in "
             f"{guarded:g} heads, {dead:g} entries without weight"
+        )
+
+    def _cold(self) -> str:
+        """Line about the entries that stay outside of these bytes."""
+        of_file = f" and {self.cold.filed:,} in the file" if self.cold.filed else ""
+        return (
+            f"cold beside them {self.cold.host:,} bytes in host memory{of_file}, of which queries "
+            f"have read {self.cold.read:,}"
         )
 
     def _later(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 # Upper half of the Lloyd–Max centroids of a unit Gaussian, by bits; the lower half mirrors it.
 UPPER = {
+    1: (0.7978845608028654,),
     2: (0.45278003463649201, 1.5104176084990954),
     3: (0.24509417894422167, 0.75600528120587727, 1.3439092785049999, 2.1519457045369873),
     4: (
@@ -28,7 +29,7 @@ UPPER = {
     ),
 }
 # Widths of the planes that a code is cut into, lowest bits first: each fills bytes.
-PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
 
 
 @lru_cache(maxsize=64)

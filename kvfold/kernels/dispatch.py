@@ -20,7 +20,7 @@ from kvfold.kernels.views import OTHER, Form, RaggedView
 
 Path = Literal["triton", "varlen", "flash", "native", "torch"]
 # Ways of attention to segments, each a function of `kernels/ragged.py`.
-SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "rows"]
+SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "recalled", "rows"]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
@@ -44,10 +44,12 @@ def segments_path(
     query: Tensor, stored: RaggedView, *, masked: bool, **options: Unpack[LogitOptions]
 ) -> SegmentPath:
     """Path for `query [B, Hq, S, D]` over segments; `masked`: more than causality hides entries."""
-    if masked or query.shape[2] > 1:
-        return "blocks"
     keys, values, unbiased = stored.keys, stored.values, stored.bias is None
     form: Form = getattr(keys.encoded, "form", OTHER)
+    if form.kind == "recalled":
+        return "recalled"
+    if masked or query.shape[2] > 1:
+        return "blocks"
     of_values: Form = getattr(values.encoded, "form", OTHER)
     kind = form.kind if form.kind == of_values.kind else "other"
     softcap, size = options.get("softcap"), values.tail.shape[-1]

@@ -28,7 +28,7 @@ from kvfold.kernels.codebook import (
 )
 from kvfold.kernels.key_means import KeyMeans
 from kvfold.kernels.mean_rotation import Rotate
-from kvfold.kernels.views import OTHER, Flat, Form, Named
+from kvfold.kernels.views import OTHER, Flat, Form, Named, Standalone
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -88,7 +88,7 @@ def _narrow(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PerTokenEncoded:
+class PerTokenEncoded(Standalone):
     """Quantized entries, and before them in each segment entries as they came.
 
     whole `[sum, D]`, in the model's dtype; codes `[sum, bytes]`, uint8; scales `[sum, 1 or 2]`,
@@ -165,16 +165,11 @@ class PerTokenEncoded:
         return self._with(*(part.select(segments) for part in parts))
 
     def kept(self, entries: list[Tensor]) -> Self:
-        """A copy of the `entries`, int64 `[n]`, ascending, of each segment."""
         whole = [at[at < n] for at, n in zip(entries, self.whole.lengths, strict=True)]
         coded = self._coded(entries)
         return self._with(_at(self.whole, whole), _at(self.codes, coded), _at(self.scales, coded))
 
     def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
-        """A copy whose entries have the codes of `other`'s at `places [n]` of each segment.
-
-        Where that is below 0, and where one of the two is whole, an entry stays as it is.
-        """
         codes, scales = (
             Flat(flat.rows.clone(), flat.lengths) for flat in (self.codes, self.scales)
         )
@@ -337,6 +332,14 @@ class RotatedKeys(PerTokenEncoded):
             turned = self.means.turned().view(rows.shape)
             of_codes = of_codes + _wide(query) @ turned.to(asked.dtype).transpose(1, 2)
         return torch.cat([query @ whole.transpose(1, 2), of_codes.to(query.dtype)], -1)
+
+    def products_of(self, i: int, query: Tensor, asked: Tensor) -> Tensor:
+        """Products `[·, n]` of `query [·, D]`, and `asked` of it, with codes of segment i."""
+        found = looked_up(unpacked(self.codes.segment(i), self.bits), self.bits, asked.dtype)
+        products = asked @ found.T * self.scales.segment(i).T
+        if self.means is not None:
+            products = products + _wide(query) @ self.means.turned(i).to(asked.dtype).T
+        return products
 
     def _decoded(self, codes: Tensor, scales: Tensor, i: int | None) -> Tensor:
         dtype = self.whole.rows.dtype

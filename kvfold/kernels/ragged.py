@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to segments of different lengths (varlen), without padding: six ways.
+"""Attention to segments of different lengths (varlen), without padding: seven ways.
 
 `dispatch.segments_path` chooses. Reference: `reference.attend_with_column_sums` on each segment
 alone.
@@ -18,6 +18,7 @@ from kvfold.kernels.dispatch import SegmentPath, segments_path, triton_available
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.packing import PackedKeys, PackedValues, not_both_packed
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.kernels.recalled import attend_to_recalled
 from kvfold.kernels.segment_parts import (
     attended,
     hidden_slots,
@@ -283,5 +284,6 @@ PATHS: dict[SegmentPath, Callable[[Tensor, RaggedView, Tensor | None, LogitOptio
     "even": _even,
     "packed": _packed,
     "per token": _per_token,
+    "recalled": attend_to_recalled,
     "rows": _rows,
 }

@@ -6,6 +6,7 @@ A segment is one row's KV head: segment `b·H + h` is row b's head h.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,7 +32,7 @@ class Form(NamedTuple):
     where others were quantized one by one.
     """
 
-    kind: Literal["raw", "packed", "per token", "other"]
+    kind: Literal["raw", "packed", "per token", "recalled", "other"]
     detail: torch.dtype | int | None = None
 
 
@@ -70,6 +71,26 @@ class Encoded(Protocol):
 
     def named(self) -> Named:
         """All tensors by name, one for each segment, as views."""
+
+
+class Standalone(ABC):
+    """Encoded entries of which any may leave, as none needs another to be decoded."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Entries of each segment."""
+
+    @abstractmethod
+    def kept(self, entries: list[Tensor]) -> Self:
+        """A copy of the `entries`, int64 `[n]`, ascending, of each segment."""
+
+    @abstractmethod
+    def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
+        """A copy whose entries have the codes of `other`'s at `places [n]` of each segment.
+
+        Where that is below 0, and where one of the two has none, an entry stays as it is.
+        """
 
 
 @dataclass(frozen=True)

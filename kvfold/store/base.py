@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from kvfold.kernels.cold import ColdBytes
 from kvfold.kernels.views import Named
 
 
@@ -148,6 +149,10 @@ class Store(ABC):
         `counted` holds addresses of shared tensors that were counted before; this store's are
         added to it.
         """
+
+    def cold_bytes(self) -> ColdBytes:
+        """Bytes of cold entries, which `nbytes` does not count."""
+        return ColdBytes()
 
     @abstractmethod
     def nbytes_per_row(

@@ -75,12 +75,13 @@ class Encode:
 
     Counts are of a segment's oldest entries; newer ones stay raw in the tail. `raw`: true if the
     oldest entries are raw too, so that later prefills may evict them. `standalone`: true if each
-    entry is encoded by itself, so that any may be evicted. `pairs`: true if two layers are encoded
-    together.
+    entry is encoded by itself, so that any may be evicted. `recalls`: true if entries that are not
+    chosen stay, cold. `pairs`: true if two layers are encoded together.
     """
 
     raw: ClassVar[bool] = True
     standalone: ClassVar[bool] = False
+    recalls: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
 
     def of_layer(self, layer: int, layers: int) -> Encode | None:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import UnsupportedModel
+from kvfold.kernels.cold import ColdBytes
 from kvfold.kernels.gather import pick, take_flat
+from kvfold.kernels.recalled import Recalled
 from kvfold.kernels.views import Flat, Named, RaggedView
 from kvfold.store.base import Store
 from kvfold.store.encoding import Encode, QueriedKeys
 from kvfold.store.paired import Paired, Pairing, extend_pair
-from kvfold.store.ragged_part import Part
+from kvfold.store.ragged_part import Part, divided
 
 # Values encoded together while decoding: each such lot copies all encoded values once.
 LOT = 32
@@ -52,7 +54,7 @@ class RaggedStore(Store):
         self._settle(columns, slots)
         if encode.raw:
             lengths = [encode.key_count(entries, 0, decoding=False) for entries in self._counts]
-            old, newest = _divided(slots, self._counts, lengths)
+            old, newest = divided(slots, self._counts, lengths)
             flat = take_flat(keys, values, old)
             self._keys, self._values = (
                 Part.begun(Flat(of_old, lengths), rows, newest)
@@ -171,7 +173,7 @@ class RaggedStore(Store):
         slots = slots.masked_fill(slots < first, -1)
         keys, self.biased = self._keys.encoded, True
         if isinstance(keys, Flat):  # kernels read a raw key together with its bias
-            old, slots = _divided(slots, counts, keys.lengths)
+            old, slots = divided(slots, counts, keys.lengths)
             encoded = pick(rows[..., 0], old, 0)[old >= 0][:, None]
             self._bias = Part.begun(Flat(encoded, keys.lengths), rows, slots)
         else:
@@ -288,6 +290,16 @@ class RaggedStore(Store):
             values.accept(self.encode.values(values.oldest(of_values), values.encoded))
         return any(of_keys) or any(of_values)
 
+    def warm(self, hot: Tensor) -> None:
+        """Has the entries `hot [B, H, T]` read by every query, and others when codes find them."""
+        for part in (self._keys, self._values):
+            part.warm(hot, self.length)
+
+    @property
+    def hot(self) -> Tensor | None:
+        """Bool mask `[B, H, T]` of the entries that every query reads; None: all are."""
+        return self._keys.hot(self.length) if self.encode.recalls else None
+
     def begin_beside(self, old: RaggedStore) -> None:
         """Lets keys that are encoded from now on have the means of those in `old`."""
         self._keys.begin_beside(old._keys)
@@ -365,6 +377,11 @@ class RaggedStore(Store):
         beside += 0 if self._columns is None else 4 * self._columns.numel()
         return sum(stored for stored, _ in sizes), beside, slack + sum(room for _, room in sizes)
 
+    def cold_bytes(self) -> ColdBytes:
+        parts = (self._keys.encoded, self._values.encoded)
+        cold = [part.cold.nbytes() for part in parts if isinstance(part, Recalled)]
+        return ColdBytes(*map(sum, zip(*cold, strict=True))) if cold else ColdBytes()
+
     def nbytes_per_row(
         self, kept: Sequence[Sequence[int]], whole: Sequence[bool], counted: set[int]
     ) -> list[float]:
@@ -383,18 +400,3 @@ def share_pairs(stores: Iterable[Store | None]) -> None:
     paired = [store for store in stores if isinstance(store, RaggedStore) and store.pairs]
     for first, second in zip(paired[::2], paired[1::2], strict=True):
         second.share_with(first)
-
-
-def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:
-    """Slots `[B, H, K]` of each segment's oldest entries, and of the newer ones; holes on the left.
-
-    Segment i has `counts[i]` entries; its oldest `old[i]` are in the first result.
-    """
-    width = slots.shape[-1]
-    new = torch.tensor([n - m for n, m in zip(counts, old, strict=True)], device=slots.device)
-    new = new.view(*slots.shape[:2], 1)
-    index = torch.arange(width, device=slots.device)
-    newest = slots.masked_fill(index < width - new, -1)
-    # The oldest move to the right end, where the newest were.
-    oldest = pick(slots, index - new, -1)
-    return oldest, newest

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvfold.kernels.per_token import PerTokenEncoded
-from kvfold.kernels.views import Encoded, Named, PartView
+from kvfold.kernels.gather import pick
+from kvfold.kernels.recalled import Recalled
+from kvfold.kernels.views import Encoded, Named, PartView, Standalone
 from kvfold.store.buffer import GrowingBuffer
 from kvfold.store.encoding import Unencoded
 from kvfold.store.shared_buffer import SharedBuffer
@@ -105,7 +106,7 @@ class Part:
 
         Slots count in `rectangle(length)`.
         """
-        if isinstance(self.encoded, PerTokenEncoded):
+        if isinstance(self.encoded, Standalone):
             stay = self._encoded_at(slots, length)
             if [len(entries) for entries in stay] != self.encoded.lengths:
                 self.encoded = self.encoded.kept(stay)
@@ -119,12 +120,30 @@ class Part:
         Slots count in `old.rectangle(length)`. Only entries that stand alone have codes to keep.
         """
         new, before = self.encoded, old.encoded
-        if isinstance(new, PerTokenEncoded) and isinstance(before, PerTokenEncoded):
+        if isinstance(new, Standalone) and isinstance(before, Standalone):
             seen, places = old.view(), []
             for i, at in enumerate(slots):
                 place = at[: new.lengths[i]] - (length - seen.length(i))
                 places.append(place.masked_fill(place >= before.lengths[i], -1))
             self.encoded = new.with_codes_of(before, places)
+
+    def warm(self, hot: Tensor, length: int) -> None:
+        """Has the `hot [B, H, length]` among the encoded entries read by every query."""
+        if isinstance(self.encoded, Recalled):
+            slots = torch.arange(length, device=hot.device).where(hot, -1)
+            places = self._encoded_at(slots, length)
+            self.encoded = self.encoded.warmed(places)
+
+    def hot(self, length: int) -> Tensor:
+        """Bool mask `[B, H, length]` of the entries that every query reads."""
+        batch, heads = self.tail.rows.shape[:2]
+        out = torch.ones(batch * heads, length, dtype=torch.bool, device=self.tail.rows.device)
+        if isinstance(self.encoded, Recalled):
+            seen = self.view()
+            for i, mask in enumerate(self.encoded.is_hot()):
+                first = length - seen.length(i)
+                out[i, first : first + len(mask)] = mask
+        return out.unflatten(0, (batch, heads))
 
     def _encoded_at(self, slots: Tensor, length: int) -> list[Tensor]:
         """Indices among the encoded entries of each segment of those at `slots [B, H, K]`."""
@@ -174,7 +193,7 @@ class Part:
 
     def begin_beside(self, old: Part) -> None:
         """Lets entries that are encoded from now on share what the encoded ones of `old` share."""
-        if isinstance(old.encoded, PerTokenEncoded):
+        if isinstance(old.encoded, Standalone):
             nothing = torch.arange(0, device=self.tail.rows.device)
             self.encoded = old.encoded.kept([nothing] * len(self.gaps))
 
@@ -240,3 +259,18 @@ def _uncounted(tensors: Iterable[Tensor], counted: set[int]) -> int:
             counted.add(tensor.data_ptr())
             found += tensor.numel() * tensor.element_size()
     return found
+
+
+def divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:
+    """Slots `[B, H, K]` of each segment's oldest entries, and of the newer ones; holes on the left.
+
+    Segment i has `counts[i]` entries; its oldest `old[i]` are in the first result.
+    """
+    width = slots.shape[-1]
+    new = torch.tensor([n - m for n, m in zip(counts, old, strict=True)], device=slots.device)
+    new = new.view(*slots.shape[:2], 1)
+    index = torch.arange(width, device=slots.device)
+    newest = slots.masked_fill(index < width - new, -1)
+    # The oldest move to the right end, where the newest were.
+    oldest = pick(slots, index - new, -1)
+    return oldest, newest

@@ -33,6 +33,7 @@ def _spec(name: str) -> str:
     small += ["recent=4"] if name == "scissorhands" else []
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["residual=8", "sinks=2", "end_layers=0"] if name.startswith("turboquant") else []
+    small += ["residual=8", "sinks=2", "read=0.2"] if name == "recall" else []
     small += ["queries=8", "recent=8"] if name.startswith("think") else []
     small += ["block=8"] if name.startswith("minicache") else []
     small += ["least=0.5", "least_context=8"] if name.startswith("pyramidinfer") else []
