@@ -259,6 +259,8 @@ def _stored(
             stay = slots.masked_fill(slots >= old.length, -1)
             unmoved = (keys[:, :, : old.length] == old.dense()[0]).all(-1)
             made.keep_codes(old, stay.masked_fill(~pick(unmoved, stay, False), -1), stay)
+        if old.hot is not None:
+            made.warm(pick(old.hot, slots.masked_fill(slots >= old.length, -1), False))
         return made
     store = DenseStore(keys, values)
     if bias is not None:

@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvfold.errors import KvfoldError
 from kvfold.kernels.cold import Cold
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.per_token import RotatedKeys
@@ -177,6 +178,7 @@ def attend_to_recalled(
     grouped = query.reshape(segments, -1, queries, query.shape[-1])
     always = _always(stored.keys, keys.hot), _always(stored.values, values.hot)
     hidden = _hidden(stored.keys, keys.hot, query.dtype)
+    mask = None if mask is None else _of_tail(mask, stored.keys.tail.shape[2])
     sinks = options.get("sink_logits")
     if sinks is not None:
         sinks = sinks.view(-1, grouped.shape[1]).repeat(len(query), 1)
@@ -235,6 +237,20 @@ def _hidden(part: PartView, hot: Flat, dtype: torch.dtype) -> Tensor:
         ],
         1,
     )
+
+
+def _of_tail(mask: Tensor, tail: int) -> Tensor:
+    """The part of a `mask [B, 1 or Hq, S, n]` that is of the tail; raises KvfoldError for others.
+
+    Cold entries that a mask hides cannot be left out of what is read.
+    """
+    older = mask[..., : max(0, mask.shape[-1] - tail)]
+    if not bool((older if mask.dtype == torch.bool else older == 0).all()):
+        raise KvfoldError(
+            "the attention mask hides entries that recall has let go cold: leave these columns "
+            "visible, or choose another method"
+        )
+    return mask[..., older.shape[-1] :]
 
 
 def _hide_new(logits: Tensor, mask: Tensor | None, queries: int, start: int, rows: int) -> None:

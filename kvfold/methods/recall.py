@@ -35,7 +35,7 @@ class Recall(Encoder):
 
     read: float = 0.02  # cold entries that each KV head reads for each query
     keys: int = 2  # bits of a key's channel
-    residual: int = 32  # newest entries that stay hot
+    residual: int = 16  # newest entries that stay hot
     sinks: int = 4  # oldest entries that stay hot
 
     def encoding(self) -> Recalling:

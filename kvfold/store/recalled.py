@@ -32,7 +32,7 @@ class Recalling(Encode):
 
     bits: int = 2
     read: float = 0.02
-    residual: int = 32
+    residual: int = 16
     rotate: Rotate | None = field(default=None, compare=False, repr=False)
     raw: ClassVar[bool] = False
     standalone: ClassVar[bool] = True

@@ -290,6 +290,12 @@ def _check_positions(stages: Stages) -> None:
 
 def check_refit(stages: Stages) -> None:
     """Raises IllegalComposition for stages that a refit cannot follow."""
+    recalls = stages.encode is not None and stages.encode.recalls
+    if recalls and (stages.refit or stages.merge):
+        raise IllegalComposition(
+            "kept entries stand for those that leave after a refit or a merge, and recall reads "
+            "these themselves: choose one of the two"
+        )
     if stages.refit is None:
         return
     if stages.merge is not None:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall against a model that stores all, and whose attention hides what no query may read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+import kvfold
+from kvfold.cache.fork import fork
+from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.kernels.codebook import looked_up, nearest, rotated, rotated_back
+from kvfold.store.ragged import RaggedStore
+from tests.helpers.caches import PADDED, ask, decode, same, start
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.truth import Reader, stock_cache, worst
+
+LOT, SINKS, RESIDUAL, READ, BITS = 32, 2, 8, 0.1, 2
+SPEC = f"recall:residual={RESIDUAL},sinks={SINKS},read={READ},keys={BITS}"
+BEHIND = ["snapkv:window=8", "adakv:window=8", "keydiff", "pyramidkv:window=8 + adakv:window=8"]
+TRUTH = "recall_truth"
+TOLERANCE = {"gpt_oss": 1e-5, "gemma2": 1e-5}  # their own attention weighs in float32
+
+
+def model_of(query_heads: int = 6, heads: int = 2, name: str = "llama") -> Any:
+    sizes = {"num_attention_heads": query_heads, "num_key_value_heads": heads, "head_dim": 16}
+    sizes["hidden_size"] = 16 * query_heads
+    return build(name, torch.float64, **sizes)
+
+
+def code_of(keys: Tensor) -> Tensor:
+    """Keys as their codes are read: the paper's formula, in the key's own length (float16)."""
+    lengths = keys.norm(dim=-1, keepdim=True)
+    codes = nearest(rotated(keys / lengths) * keys.shape[-1] ** 0.5, BITS)
+    found = looked_up(codes, BITS, keys.dtype)
+    return rotated_back(found) * (lengths / found.norm(dim=-1, keepdim=True)).half()
+
+
+class RecallTruth(Reader):
+    """A stock cache whose attention reads, of the first `cold` entries, few anew for each query."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, stock_cache(model))
+        AttentionInterface.register(TRUTH, self.attend)
+        AttentionMaskInterface.register(TRUTH, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        self.cold = 0
+
+    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(TRUTH)
+        logits = super().__call__(ids, **inputs)
+        self.model.set_attn_implementation(before)
+        due = self.cache.get_seq_length() - RESIDUAL
+        if ids.shape[1] == 1:
+            due -= (due - self.cold) % LOT
+        self.cold = max(self.cold, due)
+        return logits
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        _, heads, stored, _ = key.shape
+        new = query.shape[2]
+        grouped = query[0].unflatten(0, (heads, -1)) * options["scaling"]
+        found = torch.einsum("hgsd,hnd->hsgn", grouped, code_of(key[0])).amax(2)
+        found[..., :SINKS] = found[..., self.cold :] = -torch.inf
+        count = math.ceil(READ * (self.cold - SINKS) - 1e-9) if self.cold > SINKS else 0
+        shown = torch.ones(new, stored, dtype=torch.bool).tril(stored - new).expand_as(found)
+        read = torch.zeros_like(found, dtype=torch.bool)
+        read = read.scatter(-1, found.topk(count, -1).indices, True)
+        read[..., :SINKS] = read[..., self.cold :] = True
+        logits = torch.einsum("hgsd,hnd->hgsn", grouped, key[0])
+        weights = logits.masked_fill(~(shown & read)[:, None], -torch.inf).softmax(-1)
+        out = torch.einsum("hgsn,hnd->hgsd", weights, value[0])
+        return out.flatten(0, 1).transpose(0, 1)[None], None
+
+
+@pytest.mark.parametrize(("query_heads", "heads"), [(2, 2), (6, 2), (8, 1)])
+def test_every_group_reads_what_a_full_cache_would_be_shown(query_heads, heads):
+    """The prompt, a turn, and steps across a lot of 32."""
+    model = model_of(query_heads, heads)
+    reader, truth = start(model, SPEC), RecallTruth(model)
+    truth(prompts((64,))[0])
+    for piece in (continuation(1, 9, 5), *continuation(1, 50).split(1, 1), continuation(1, 5, 6)):
+        assert worst(reader(piece), truth(piece)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss", "gemma3n", "gpt2"])
+@pytest.mark.parametrize("behind", [None, "snapkv:window=8"])
+def test_reading_everything_is_the_full_cache(name, behind):
+    """Softcaps, sinks, layers that share entries and sliding windows beside."""
+    model = build(name, torch.float64)
+    spec = "recall:read=1.0,residual=8,sinks=0"
+    reader = start(model, spec if behind is None else f"{behind} + {spec}")
+    truth = Reader(model, stock_cache(model))
+    truth(prompts((64,))[0])
+    for piece in (continuation(1, 9, 5), *continuation(1, 40).split(1, 1)):
+        assert worst(reader(piece), truth(piece)) < TOLERANCE.get(name, 1e-9)
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_the_budget_is_what_stays_hot(behind):
+    model = model_of()
+    alone, both = start(model, behind), start(model, f"{behind} + recall:residual=0,sinks=0")
+    for mine, theirs in zip(both.cache.states, alone.cache.states, strict=True):
+        store = mine.stored()
+        assert isinstance(store, RaggedStore) and store.hot is not None
+        hot = mine.columns().where(store.hot, -1).sort(-1).values
+        kept = theirs.columns().sort(-1).values
+        assert torch.equal(hot[..., hot.shape[-1] - kept.shape[-1] :], kept)
+        assert int((hot >= 0).sum()) == int((kept >= 0).sum())
+
+
+def test_a_later_round_chooses_among_all_tokens():
+    model = model_of()
+    reader = start(model, f"snapkv:window=8 + {SPEC} + every:interval=16")
+    before = [state.stored().hot for state in reader.cache.states]
+    decode(reader, 40)
+    assert all(count == 104 for layer in reader.cache.stats().kept for count in layer[0])
+    moved = 0
+    for state, hot in zip(reader.cache.states, before, strict=True):
+        now = state.stored().hot
+        moved += int((now[..., : hot.shape[-1]] & ~hot).sum())
+    assert moved > 0
+
+
+def test_padded_rows_are_read_as_alone():
+    model = model_of()
+    together = start(model, SPEC, PADDED)
+    got = [ask(together, 3), *decode(together, 40)]
+    for row, length in enumerate(PADDED):
+        ids, _ = prompts(PADDED)
+        alone = Reader(model, kvfold.CompressedCache(model, SPEC))
+        alone(ids[row : row + 1, -length:])
+        rows = len(PADDED)
+        with alone.cache.frozen():
+            question = continuation(rows, 13, 3)[row : row + 1]
+            of_question = torch.cat([alone(question[:, :12]), alone(question[:, 12:])], 1)
+            alone.cache.crop(-13)
+        steps = [alone(token[row : row + 1]) for token in continuation(rows, 40, 2).split(1, 1)]
+        for mine, theirs in zip(got, [of_question, *steps], strict=True):
+            assert worst(mine[row : row + 1], theirs) < 1e-9
+
+
+@pytest.mark.parametrize("spec", [SPEC, f"snapkv:window=8 + {SPEC}"])
+def test_pieces_forks_and_crops_read_as_the_whole(spec):
+    model = model_of()
+    whole, question = start(model, spec), continuation(1, 12, 7)
+    reader = fork(whole.cache)
+    pieces = Reader(model, reader)
+    got = torch.cat([pieces(part) for part in question.split(5, 1)], 1)
+    with whole.cache.frozen():
+        expected = whole(question)
+        whole.cache.crop(-12)
+    assert worst(got, expected) < 1e-9
+    assert worst(ask(whole, 3), ask(start(model, spec), 3)) < 1e-12
+
+
+def test_an_edit_keeps_entries_exact_and_what_is_hot():
+    model = model_of()
+    spec = "recall:read=1.0,residual=8,sinks=2"
+    mine, theirs = start(model, spec), start(model, "full")
+    for reader in (mine, theirs):
+        reader.cache.drop((10, 20))
+        reader.cache.move((30, 34), 12)
+    assert all(
+        state.stored().hot[..., :2].all() and not state.stored().hot[..., 2:40].any()
+        for state in mine.cache.states
+    )
+    for one, other in zip(decode(mine), decode(theirs), strict=True):
+        assert worst(one, other) < 1e-9
+
+
+def test_bytes_are_hot_cold_and_moved():
+    reader = start(model_of(), SPEC)
+    cold = reader.cache.stats().cold
+    entries, each = 56 * 2 * 4, 2 * 16 * 8  # of 4 layers' 2 heads; keys and values in float64
+    assert cold == (entries * each, 0, 0)
+    decode(reader, 3)
+    read = math.ceil(READ * (56 - SINKS))
+    assert reader.cache.stats().cold.read == 3 * read * 2 * 4 * each
+    assert "cold beside them" in str(reader.cache.stats())
+
+
+def test_beams_and_repeats_copy_rows():
+    reader = start(model_of(), SPEC, (64, 40))
+    before = [state.stored().dense() for state in reader.cache.states]
+    reader.cache.reorder_cache(torch.tensor([1, 0]))
+    for state, (keys, values) in zip(reader.cache.states, before, strict=True):
+        assert same(list(state.stored().dense()), [keys.flip(0), values.flip(0)])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "d2o + recall", "snapkv + match + recall", "h2o + recall", "streaming_llm + recall",
+        "kivi + recall", "recall + every", "snapkv + reindex + recall", "recall:keys=5",
+        "recall:read=0", "recall:read=1.5", "recall:read=-1", "recall:residual=-1",
+        "recall:sinks=-1", "pyramidinfer + recall",
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused(spec):
+    with pytest.raises((IllegalComposition, KvfoldError)):
+        kvfold.parse(spec).stages()
+
+
+def test_latents_and_budgets_in_bytes_are_refused():
+    with pytest.raises(KvfoldError, match="latents"):
+        start(build("deepseek_v3", torch.float64), SPEC)
+    with pytest.raises(KvfoldError, match="a budget in bytes"):
+        start(model_of(), f"snapkv:window=8 + {SPEC}", budget="1MiB")
