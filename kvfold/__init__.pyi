@@ -82,6 +82,7 @@ from kvfold.methods.pyramidinfer import PyramidInfer as PyramidInfer
 from kvfold.methods.pyramidkv import PyramidKV as PyramidKV
 from kvfold.methods.qfilter import QFilter as QFilter
 from kvfold.methods.random import Random as Random
+from kvfold.methods.recall import Recall as Recall
 from kvfold.methods.recent import Recent as Recent
 from kvfold.methods.registry import list_methods as list_methods
 from kvfold.methods.registry import register as register

@@ -76,6 +76,7 @@ TESTED_BY = {
     "jobs/compress.py": "cli/test_compress_many.py",
     "jobs/executor.py": "jobs/test_processes.py",
     "kernels/full_precision.py": "properties/test_autocast.py",
+    "kernels/cold_bytes.py": "kernels/test_cold.py",
     "kernels/logits.py": "kernels/test_reference.py",
     "kernels/segment_parts.py": "kernels/test_ragged.py",
     "kernels/views.py": "kernels/test_ragged.py",

@@ -50,18 +50,19 @@ kvzip + kivi:bits=4,kvzip:score=rms,floor=0.25,kvzip + match,kvzip:score=rms,flo
 snapkv + match,kvzip:demote=0.25,rkv_official,scissorhands_kvcf,snapkv_decode,sirllm,\
 finch_kvpress,lagkv_kvpress,lagkv_official,knorm + chunkwise,kvzip + level,snapkv + reindex,kvzip + recent,\
 snapkv + criticalkv_summed + adakv,simlayerkv:window=128 + snapkv,\
-turboquant_4bit,turboquant_k8v4,turboquant_k3v4$fits"
+turboquant_4bit,turboquant_k8v4,turboquant_k3v4,\
+recall,recall:read=0.01,recall:read=0.05,recall:read=0.1,recall:keys=1,recall:keys=3,snapkv + recall$fits"
 }
 
 # The best of each kind, for the steps that take long.
 best() {
     echo "full,dbudgetkv,$lazy,snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
-kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
+recall,kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
 }
 
 # Those of the picture that find most, for the longest texts.
 leading() {
-    echo "full,kvzip,compactor,keydiff,snapkv,pyramidkv$zap"
+    echo "full,recall,kvzip,compactor,keydiff,snapkv,pyramidkv$zap"
 }
 
 # A step runs before the question is known and with the question in view, unless `views` says so.

@@ -9,7 +9,7 @@ from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
 from kvfold.cache.stats import Stats
-from kvfold.kernels.cold import ColdBytes
+from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.methods.stages.when import Hold
 
 

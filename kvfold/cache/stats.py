@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvfold.kernels.cold import ColdBytes
+from kvfold.kernels.cold_bytes import ColdBytes
 
 OVER_BUDGET = "the budget leaves no room beside the forced set, so a ratio evicts nothing of a row"
 

@@ -7,20 +7,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.views import Flat
-
-
-class ColdBytes(NamedTuple):
-    """Bytes of cold entries: in host memory, in context files, and read by queries so far."""
-
-    host: int = 0
-    filed: int = 0
-    read: int = 0
 
 
 class ColdRows(Protocol):

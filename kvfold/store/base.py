@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvfold.kernels.cold import ColdBytes
+from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.views import Named
 
 

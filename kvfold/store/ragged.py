@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import UnsupportedModel
-from kvfold.kernels.cold import ColdBytes
+from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.gather import pick, take_flat
-from kvfold.kernels.recalled import Recalled
 from kvfold.kernels.views import Flat, Named, RaggedView
 from kvfold.store.base import Store
 from kvfold.store.encoding import Encode, QueriedKeys
@@ -378,9 +377,8 @@ class RaggedStore(Store):
         return sum(stored for stored, _ in sizes), beside, slack + sum(room for _, room in sizes)
 
     def cold_bytes(self) -> ColdBytes:
-        parts = (self._keys.encoded, self._values.encoded)
-        cold = [part.cold.nbytes() for part in parts if isinstance(part, Recalled)]
-        return ColdBytes(*map(sum, zip(*cold, strict=True))) if cold else ColdBytes()
+        both = self._keys.cold_bytes(), self._values.cold_bytes()
+        return ColdBytes(*map(sum, zip(*both, strict=True)))
 
     def nbytes_per_row(
         self, kept: Sequence[Sequence[int]], whole: Sequence[bool], counted: set[int]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.gather import pick
 from kvfold.kernels.recalled import Recalled
 from kvfold.kernels.views import Encoded, Named, PartView, Standalone
@@ -224,6 +225,10 @@ class Part:
         slack = room + used - stored
         encoded = [] if self.encoded is None else self.encoded.tensors()
         return stored + _uncounted(encoded, counted), slack
+
+    def cold_bytes(self) -> ColdBytes:
+        """Bytes of cold entries, beside those of `nbytes`."""
+        return self.encoded.cold.nbytes() if isinstance(self.encoded, Recalled) else ColdBytes()
 
     def nbytes_per_row(self, counted: set[int]) -> list[float]:
         """Bytes of each row as if it were alone; see `Store.nbytes_per_row`."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.kernels.cold import Cold
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.recalled import RecalledKeys, RecalledValues, reads
 from kvfold.kernels.views import Flat, PartView, RaggedView
@@ -131,17 +130,6 @@ def test_attention_is_that_of_masked_dense_entries(queries, groups, masked, opti
                     logits = torch.cat([logits, sinks[at, None]])
                 weights = logits.softmax(-1)[: len(every_key)]
                 torch.testing.assert_close(got[row, at, s], weights @ every_value)
-
-
-def test_cold_entries_grow_and_are_counted_when_read():
-    cold = Cold.of([noise(4, 3), noise(2, 3, seed=1)])
-    more = cold.extended(Cold.of([noise(1, 3, seed=2), noise(2, 3, seed=3)]))
-    assert more.lengths == [5, 4] and cold.lengths == [4, 2]
-    assert more.old is cold.old  # nothing that was there is copied
-    got = more.take(torch.tensor([[0, 4], [3, 1]]))
-    expected = [[more.segment(0)[0], more.segment(0)[4]], [more.segment(1)[3], more.segment(1)[1]]]
-    assert torch.equal(got, torch.stack([torch.stack(pair) for pair in expected]))
-    assert more.nbytes() == (9 * 3 * 8, 0, 4 * 3 * 8)
 
 
 def test_segments_are_selected_with_what_is_hot():
