@@ -101,8 +101,18 @@ class Cold:
             found = self.new.at(segments[newer], at[newer] - first[newer])
             rows = found.new_empty(len(at), found.shape[1])
             rows[newer], rows[old] = found, self.old.at(segments[old], at[old])
-        self.moved.nbytes += rows.numel() * rows.element_size()
+        self.note(len(rows))
         return rows.to(self.device).unflatten(0, shape)
+
+    @property
+    def in_memory(self) -> tuple[Tensor, Tensor] | None:
+        """Rows `[·, D]` of the old and of the new entries; None if some are in a file."""
+        return (self.old.flat.rows, self.new.flat.rows) if isinstance(self.old, HostRows) else None
+
+    def note(self, entries: int) -> None:
+        """Notes that queries have read so many entries."""
+        rows = self.new.flat.rows
+        self.moved.nbytes += entries * rows.shape[1] * rows.element_size()
 
     def segment(self, i: int) -> Tensor:
         """All entries `[n, D]` of segment i."""

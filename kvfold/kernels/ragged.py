@@ -25,6 +25,7 @@ from kvfold.kernels.segment_parts import (
     joined,
     kernels,
     merged,
+    newest_of,
     softmax,
     tails,
 )
@@ -205,24 +206,12 @@ def _per_token(
     scale, softcap = options["scale"], options.get("softcap")
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
     old = kernels(query).attend_to_per_token(rows, keys, values, scale, softcap)
-    of_keys, of_values, hidden = _newest(stored)
+    of_keys, of_values, hidden = newest_of(stored)
     if hidden is not None:
         hidden = F.pad(hidden, (keys.whole.lengths[0], 0))
     raw = keys.raw_before(of_keys), values.raw_before(of_values)
     newest = attended(rows, *raw, hidden, scale, softcap)
     return joined(query, old, newest, options.get("sink_logits"))
-
-
-def _newest(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tail keys and values `[B·H, n, D]`, and an additive mask if segments' lengths differ."""
-    if len(set(stored.keys.gaps)) == 1:
-        return stored.keys.newest, stored.values.newest, None
-    keys, values, hidden = tails(stored)
-    return (
-        keys.flatten(0, 1),
-        values.flatten(0, 1),
-        None if hidden is None else hidden.flatten(0, 1),
-    )
 
 
 def _rows(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.kernels.cold import Cold
+from kvfold.kernels.dispatch import KNOWN, packed_path
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native import attention as native
 from kvfold.kernels.per_token import RotatedKeys
-from kvfold.kernels.segment_parts import hidden_slots, softmax
+from kvfold.kernels.segment_parts import attended, hidden_slots, joined, newest_of, softmax
 from kvfold.kernels.views import Flat, Form, Named, PartView, RaggedView, Standalone
 
 QUERIES = 16  # of one block: each reads entries of its own
@@ -175,10 +177,12 @@ def attend_to_recalled(
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, RecalledKeys) and isinstance(values, RecalledValues)
     segments, queries = len(keys.lengths), query.shape[2]
+    mask = None if mask is None else _of_tail(mask, stored.keys.tail.shape[2])
+    if mask is None and _is_native(query, keys, values):
+        return _native_step(query, stored, keys, values, options)
     grouped = query.reshape(segments, -1, queries, query.shape[-1])
     always = _always(stored.keys, keys.hot), _always(stored.values, values.hot)
     hidden = _hidden(stored.keys, keys.hot, query.dtype)
-    mask = None if mask is None else _of_tail(mask, stored.keys.tail.shape[2])
     sinks = options.get("sink_logits")
     if sinks is not None:
         sinks = sinks.view(-1, grouped.shape[1]).repeat(len(query), 1)
@@ -207,6 +211,34 @@ def attend_to_recalled(
         mixed = torch.einsum("rgsk,rskd->rgsd", weights[..., :count], values.read_at(places))
         outs.append(mixed + weights[..., count:] @ always[1][:, None])
     return torch.cat(outs, 2).reshape(*query.shape[:3], -1)
+
+
+def _is_native(query: Tensor, keys: RecalledKeys, values: RecalledValues) -> bool:
+    """True for a step that the C++ takes: of entries in host memory, and codes without means."""
+    dtype = keys.hot.rows.dtype
+    known = packed_path(query, value_size=values.hot.rows.shape[1]) == "native" and dtype in KNOWN
+    return (
+        known and keys.codes.means is None and all(part.cold.in_memory for part in (keys, values))
+    )
+
+
+def _native_step(
+    query: Tensor,
+    stored: RaggedView,
+    keys: RecalledKeys,
+    values: RecalledValues,
+    options: LogitOptions,
+) -> Tensor:
+    """As `attend_to_recalled` for one query of each row; the tail is attended to by torch."""
+    scale, softcap, counts = options["scale"], options.get("softcap"), keys.counts()
+    rows = query.reshape(len(counts), -1, query.shape[-1])
+    at, read = native.find_cold(rows, keys.codes, keys.places, counts, keys.cold.old.lengths)
+    pieces = [(*part.cold.in_memory, part.hot.rows) for part in (keys, values)]
+    for part in (keys, values):
+        part.cold.note(sum(counts))
+    old = native.attend_to_rows(rows, pieces[0], pieces[1], at, read, scale, softcap)
+    tail = attended(rows, *newest_of(stored), scale, softcap)
+    return joined(query, old, tail, options.get("sink_logits"))
 
 
 def _weights(logits: Tensor, sinks: Tensor | None) -> Tensor:

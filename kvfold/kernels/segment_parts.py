@@ -79,6 +79,18 @@ def tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     return keys, values, hidden if bias is None else hidden + bias
 
 
+def newest_of(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tail keys and values `[B·H, n, D]`, and an additive mask if segments' lengths differ."""
+    if len(set(stored.keys.gaps)) == 1:
+        return stored.keys.newest, stored.values.newest, None
+    keys, values, hidden = tails(stored)
+    return (
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
+        None if hidden is None else hidden.flatten(0, 1),
+    )
+
+
 def hidden_slots(
     gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvfold.kernels import recalled
+from kvfold.kernels.native import attention as native
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.recalled import RecalledKeys, RecalledValues, reads
 from kvfold.kernels.views import Flat, PartView, RaggedView
@@ -142,3 +144,44 @@ def test_segments_are_selected_with_what_is_hot():
         assert [at.tolist() for at in fewer.places.segments] == [[0], [0]]
         assert torch.equal(fewer.hot.segments[0], part.cold.segment(0)[2:3])
         assert isinstance(part.places, Flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+def test_the_native_step_is_that_of_torch(groups, options, bits, dtype, monkeypatch):
+    """Old entries, those that came later, hot ones, and segments of any length."""
+    keys, values = encoded([50, 33, 0, 70], bits, 0.2, [[0, 1], [32], [], [3, 8, 40]], dtype)
+    later = encoded([3, 0, 5, 40], bits, 0.2, [[], [], [], []], dtype)
+    stored = view_of(keys.extended(later[0]), values.extended(later[1]), 2, dtype)
+    query = noise(2, 2 * groups, 1, SIZE).to(dtype)
+    extra = {"softcap": options["softcap"]} if "softcap" in options else {}
+    extra |= {"sink_logits": noise(2 * groups)} if options.get("sinks") else {}
+    called = []
+    step = recalled._native_step
+    monkeypatch.setattr(recalled, "_native_step", lambda *a: called.append(1) or step(*a))
+    got = attend_to_segments(query, stored, None, scale=SIZE**-0.5, **extra)
+    assert called == [1]
+    monkeypatch.setattr(recalled, "_is_native", lambda *_: False)
+    expected = attend_to_segments(query, stored, None, scale=SIZE**-0.5, **extra)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 5000])
+@pytest.mark.parametrize("kind", ["random", "equal", "signed zeros", "two values"])
+def test_the_native_choice_is_that_of_a_stable_sort(count, kind):
+    """Of products that are equal in float32 as well, by keys of a single channel that differs."""
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(count, SIZE, generator=generator)
+    if kind == "equal":
+        rows = rows[:1].expand(count, -1)
+    elif kind == "two values":
+        rows = rows[:2][torch.randint(0, min(2, count), (count,), generator=generator)]
+    keys = Recalling(2, 0.3).keys([rows.clone()], None, None)
+    query = torch.zeros(1, 2, 1, SIZE) if kind == "signed zeros" else noise(1, 2, 1, SIZE).float()
+    expected = keys.wanted(query)[0, 0]
+    at, read = native.find_cold(query[:, :, 0], keys.codes, keys.places, keys.counts(), [count])
+    assert read == keys.counts() == [len(expected)]
+    assert at.tolist() == expected.tolist()

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -16,6 +17,8 @@ namespace {
 
 constexpr int64_t TILE = 32;  // entries
 constexpr int64_t WIDE = 16;  // numbers of a vector, which the compiler cuts to its registers' size
+constexpr int64_t PIECE = 48, ROW = (int64_t(1) << PIECE) - 1;  // of a raw row's number
+constexpr int64_t BINS = 4096;                                  // of logits, by their highest bits
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // log-sum-exp of no logits
 
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
@@ -148,6 +151,7 @@ void decode_planes(const uint8_t* packed, const uint8_t* high, int64_t size, Num
 // Calls `run` with the number of bits as a constant.
 template <class Run>
 void with_bits(int64_t bits, Run run) {
+    if (bits == 1) run(std::integral_constant<int, 1>{});
     if (bits == 2) run(std::integral_constant<int, 2>{});
     if (bits == 3) run(std::integral_constant<int, 3>{});
     if (bits == 4) run(std::integral_constant<int, 4>{});
@@ -220,6 +224,23 @@ struct TokenValues {
         for (int64_t i = 0; i < count; i++) {
             tile.factors[i] = scales[2 * (first + i)];
             tile.offsets[i] = scales[2 * (first + i) + 1];
+        }
+    }
+};
+
+// Raw keys or values, each where its number in `at` says: a piece, and its row there.
+template <class Number>
+struct RawRows {
+    const Number* pieces[3];
+    const int64_t* at;
+    int64_t size;
+
+    void decode(int64_t first, int64_t count, Tile& tile) const {
+        for (int64_t i = 0; i < count; i++) {
+            const Number* row = pieces[at[first + i] >> PIECE] + (at[first + i] & ROW) * size;
+            for (int64_t j = 0; j < size; j++) tile.numbers[i * size + j] = row[j];
+            tile.factors[i] = 1.0f;
+            tile.offsets[i] = 0.0f;
         }
     }
 };
@@ -438,9 +459,109 @@ void attend(const float* query, const Segments& segments, const Keys& keys, cons
         }
 }
 
+// A number whose order as an integer is that of the logit.
+uint32_t ordered(float logit) {
+    const float same = logit + 0.0f;  // of both zeros one
+    uint32_t bits;
+    std::memcpy(&bits, &same, sizeof bits);
+    return bits ^ (bits >> 31 ? 0xffffffff : 0x80000000);
+}
+
+// Places of the `most` highest of `count` logits, ascending; the lowest of equal ones.
+void highest(const float* logits, int64_t count, int64_t most, int64_t* places) {
+    std::vector<int64_t> bins(BINS);
+    for (int64_t i = 0; i < count; i++) bins[ordered(logits[i]) / (1u << 20)]++;
+    int64_t bin = BINS - 1, above = 0;
+    while (bin > 0 && above + bins[bin] < most) above += bins[bin--];
+    std::vector<std::pair<uint32_t, int64_t>> level;
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t own = ordered(logits[i]);
+        const int64_t of = own / (1u << 20);
+        if (of > bin) places[found++] = i;
+        if (of == bin) level.push_back({~own, i});
+    }
+    std::nth_element(level.begin(), level.begin() + (most - found), level.end());
+    for (int64_t i = 0; found < most; i++) places[found++] = level[i].second;
+    std::sort(places, places + most);
+}
+
+// Highest product of an entry's code with any of a group's queries.
+void products_of_codes(const float* query, int64_t groups, const TokenKeys& keys, int64_t first,
+                       int64_t count, float* logits) {
+    Tile tile(keys.size);
+    float own[TILE];
+    for (int64_t done = 0; done < count; done += TILE) {
+        const int64_t now = std::min(TILE, count - done);
+        keys.decode(first + done, now, tile);
+        for (int64_t g = 0; g < groups; g++) {
+            multiply(query + g * keys.size, tile.numbers.data(), now, keys.size, own);
+            for (int64_t i = 0; i < now; i++) {
+                const float logit = own[i] * tile.factors[i];
+                logits[done + i] = g ? std::max(logits[done + i], logit) : logit;
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+// at [sum of hot and counts]: rows that the query [R, G, D], rotated as keys are, reads of each
+// segment: its hot ones, in piece 2, then `counts` of `lengths` by their codes, in piece 0 of which
+// it has `old` rows, or in piece 1. `places` of the hot ones are among these lengths.
+void find_cold(const float* query, const uint8_t* codes, const void* scales, const float* table,
+               const int64_t* starts, const int64_t* lengths, const int64_t* hot_starts,
+               const int64_t* hot_lengths, const int64_t* places, const int64_t* counts,
+               const int64_t* old_starts, const int64_t* old, const int64_t* new_starts,
+               const int64_t* at_starts, int64_t* at, int64_t segments, int64_t groups, int64_t size,
+               int64_t bits, int64_t part_size, int64_t threads) {
+    TokenKeys keys{codes, (const Half*)scales, {}, bits, size};
+    std::memcpy(&keys.table, table, sizeof keys.table);
+    std::vector<float> logits(starts[segments - 1] + lengths[segments - 1]);
+    std::vector<std::pair<int64_t, int64_t>> parts;
+    for (int64_t s = 0; s < segments; s++)
+        for (int64_t begin = 0; begin < lengths[s]; begin += part_size) parts.push_back({s, begin});
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (size_t item = 0; item < parts.size(); item++) {
+        const auto [s, begin] = parts[item];
+        products_of_codes(query + s * groups * size, groups, keys, starts[s] + begin,
+                          std::min(part_size, lengths[s] - begin), &logits[starts[s] + begin]);
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t s = 0; s < segments; s++) {
+        float* own = logits.data() + starts[s];
+        int64_t* found = at + at_starts[s];
+        for (int64_t i = 0; i < hot_lengths[s]; i++) {
+            own[places[hot_starts[s] + i]] = NOTHING;
+            *found++ = (int64_t(2) << PIECE) + hot_starts[s] + i;
+        }
+        highest(own, lengths[s], counts[s], found);
+        for (int64_t i = 0; i < counts[s]; i++)
+            found[i] = found[i] < old[s] ? old_starts[s] + found[i]
+                                         : (int64_t(1) << PIECE) + new_starts[s] + found[i] - old[s];
+    }
+}
+
+// As below, of raw rows of three pieces at `at`; `number`: 0 float32, 1 float16, 2 bfloat16.
+void attend_to_rows(const float* query, const void* key_old, const void* key_new,
+                    const void* key_hot, const void* value_old, const void* value_new,
+                    const void* value_hot, const int64_t* at, const int64_t* starts,
+                    const int64_t* lengths, float* out, float* lse, int64_t number,
+                    int64_t segments, int64_t groups, int64_t size, int64_t value_size, float scale,
+                    float softcap, int64_t part_size, int64_t threads) {
+    const auto run = [&](auto zero) {
+        using N = decltype(zero);
+        const RawRows<N> keys{{(const N*)key_old, (const N*)key_new, (const N*)key_hot}, at, size},
+            values{{(const N*)value_old, (const N*)value_new, (const N*)value_hot}, at, value_size};
+        attend(query, {starts, starts, lengths, segments, groups}, keys, values, {scale, softcap},
+               part_size, threads, out, lse);
+    };
+    if (number == 0) run(float{});
+    if (number == 1) run(Half{});
+    if (number == 2) run(BFloat16{});
+}
 
 // query [R, G, D], rotated as the keys are; out [R, G, Dv] and lse [R, G].
 void attend_to_per_token(const float* query, const uint8_t* key_codes, const void* key_scales,

@@ -18,6 +18,7 @@ from kvfold.kernels.codebook import centroids
 from kvfold.kernels.native.library import call, note_operations
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.kernels.views import Flat
 
 PART = 2048  # entries of a segment that a thread attends to at a time
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as of attention.cpp
@@ -83,6 +84,60 @@ def attend_to_per_token(
         *_options(scale, softcap),
     )
     _note(query, values.size, lengths)
+    return out.to(query.dtype), totals
+
+
+def find_cold(
+    query: Tensor,
+    keys: RotatedKeys,
+    places: Flat,
+    counts: list[int],
+    old: list[int],
+) -> tuple[Tensor, list[int]]:
+    """Numbers of the rows that `query [R, G, D]` reads, int64, and how many of each segment.
+
+    These are its hot rows, then the `counts` of highest product with their codes, ascending: see
+    `attend_to_rows`. Hot ones stand at `places` among all, and `old` are in the first piece.
+    """
+    lengths = keys.codes.lengths
+    new = tuple(n - m for n, m in zip(lengths, old, strict=True))
+    read = [a + b for a, b in zip(places.lengths, counts, strict=True)]
+    at = torch.empty(sum(read), dtype=torch.int64, device="cpu")
+    hot, starts = tuple(places.lengths), _starts(tuple(lengths))
+    call(
+        "find_cold",
+        keys.asked(query).float().contiguous(),
+        *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
+        *(starts, _lengths(tuple(lengths)), _starts(hot), _lengths(hot), places.rows),
+        *(_lengths(tuple(counts)), _starts(tuple(old)), _lengths(tuple(old)), _starts(new)),
+        *(_starts(tuple(read)), at, *query.shape, keys.bits, PART, torch.get_num_threads()),
+    )
+    note_operations(query.shape[1] * query.shape[2] * sum(lengths))
+    return at, read
+
+
+def attend_to_rows(
+    query: Tensor,
+    keys: tuple[Tensor, Tensor, Tensor],
+    values: tuple[Tensor, Tensor, Tensor],
+    at: Tensor,
+    lengths: list[int],
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_to_packed`, to raw rows of three pieces `[·, D]` and `[·, Dv]`.
+
+    Segment i reads the next `lengths[i]` numbers of `at`: a piece, shifted by 48 bits, and a row.
+    """
+    size, of_segments = values[0].shape[1], tuple(lengths)
+    out, totals = _room(query, size)
+    call(
+        "attend_to_rows",
+        query.float().contiguous(),
+        *(*keys, *values, at, _starts(of_segments), _lengths(of_segments), out, totals),
+        *(NUMBERS[keys[0].dtype], *query.shape, size, *_options(scale, softcap)),
+    )
+    _note(query, size, lengths)
     return out.to(query.dtype), totals
 
 
