@@ -15,6 +15,8 @@ from torch import Tensor
 from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.views import Flat
 
+PIECE = 48  # bits of a row's number, before that of its piece
+
 
 class ColdRows(Protocol):
     """Rows of several segments, in host memory or in a file."""
@@ -28,6 +30,9 @@ class ColdRows(Protocol):
 
     def segment(self, i: int) -> Tensor:
         """All rows `[n, D]` of segment i, on the CPU."""
+
+    def select(self, segments: list[int]) -> ColdRows:
+        """These segments, in this order."""
 
     def nbytes(self) -> ColdBytes:
         """Bytes of the rows."""
@@ -56,6 +61,9 @@ class HostRows:
 
     def segment(self, i: int) -> Tensor:
         return self.flat.segments[i]
+
+    def select(self, segments: list[int]) -> HostRows:
+        return HostRows(self.flat.select(segments))
 
     def nbytes(self) -> ColdBytes:
         return ColdBytes(self.flat.rows.numel() * self.flat.rows.element_size())
@@ -104,10 +112,25 @@ class Cold:
         self.note(len(rows))
         return rows.to(self.device).unflatten(0, shape)
 
-    @property
-    def in_memory(self) -> tuple[Tensor, Tensor] | None:
-        """Rows `[·, D]` of the old and of the new entries; None if some are in a file."""
-        return (self.old.flat.rows, self.new.flat.rows) if isinstance(self.old, HostRows) else None
+    @classmethod
+    def filed(cls, old: ColdRows, device: torch.device, size: int, dtype: torch.dtype) -> Cold:
+        """The `old` entries of a file, of `size` numbers each, for a model on a `device`."""
+        nothing = [torch.empty(0, size, dtype=dtype)] * len(old.lengths)
+        return cls(old, HostRows.of(nothing), device)
+
+    def pieces(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows `[·, D]` of old and of new entries, and the numbers `at` of those that are read.
+
+        These are of `native.attention.find_cold`; of a file, only the rows are there that they
+        name, which have other numbers then.
+        """
+        if isinstance(self.old, HostRows):
+            return self.old.flat.rows, self.new.flat.rows, at
+        own = (at >> PIECE == 0).nonzero()[:, 0]
+        starts, rows = _starts(tuple(self.old.lengths)), at[own]
+        segments = torch.searchsorted(starts, rows, right=True) - 1
+        found = self.old.at(segments, rows - starts[segments])
+        return found, self.new.flat.rows, at.index_copy(0, own, torch.arange(len(own)))
 
     def note(self, entries: int) -> None:
         """Notes that queries have read so many entries."""
@@ -118,6 +141,11 @@ class Cold:
         """All entries `[n, D]` of segment i."""
         return torch.cat([self.old.segment(i), self.new.segment(i)]).to(self.device)
 
+    def like(self, i: int) -> Tensor:
+        """A tensor without numbers, of the shape and dtype of segment i."""
+        rows = self.new.flat.rows
+        return torch.empty(self.lengths[i], rows.shape[1], dtype=rows.dtype, device="meta")
+
     def extended(self, newer: Cold) -> Cold:
         """Each segment followed by that of `newer`; few new entries alone are copied."""
         parts = [newer.segment(i).cpu() for i in range(len(newer.lengths))]
@@ -125,21 +153,19 @@ class Cold:
         return dataclasses.replace(self, new=new)
 
     def select(self, segments: list[int]) -> Cold:
-        """A copy of these segments, in this order."""
-        return self._of([self.segment(i) for i in segments])
+        """These segments, in this order."""
+        old, new = self.old.select(segments), self.new.select(segments)
+        return dataclasses.replace(self, old=old, new=new)
 
     def kept(self, entries: list[Tensor]) -> Cold:
         """A copy of the `entries`, int64 `[n]`, of each segment."""
-        return self._of([self.segment(i)[at] for i, at in enumerate(entries)])
+        made = Cold.of([self.segment(i)[at] for i, at in enumerate(entries)])
+        return dataclasses.replace(made, device=self.device, moved=self.moved)
 
     def nbytes(self) -> ColdBytes:
         """Bytes of the entries."""
         old, new = self.old.nbytes(), self.new.nbytes()
         return ColdBytes(old.host + new.host, old.filed + new.filed, self.moved.nbytes)
-
-    def _of(self, segments: list[Tensor]) -> Cold:
-        made = Cold.of(segments)
-        return dataclasses.replace(made, device=self.device, moved=self.moved)
 
 
 @lru_cache(maxsize=64)

@@ -214,12 +214,10 @@ def attend_to_recalled(
 
 
 def _is_native(query: Tensor, keys: RecalledKeys, values: RecalledValues) -> bool:
-    """True for a step that the C++ takes: of entries in host memory, and codes without means."""
+    """True for a step that the C++ takes: one query of each row, and codes without means."""
     dtype = keys.hot.rows.dtype
     known = packed_path(query, value_size=values.hot.rows.shape[1]) == "native" and dtype in KNOWN
-    return (
-        known and keys.codes.means is None and all(part.cold.in_memory for part in (keys, values))
-    )
+    return known and keys.codes.means is None
 
 
 def _native_step(
@@ -233,10 +231,13 @@ def _native_step(
     scale, softcap, counts = options["scale"], options.get("softcap"), keys.counts()
     rows = query.reshape(len(counts), -1, query.shape[-1])
     at, read = native.find_cold(rows, keys.codes, keys.places, counts, keys.cold.old.lengths)
-    pieces = [(*part.cold.in_memory, part.hot.rows) for part in (keys, values)]
+    old_keys, new_keys, numbers = keys.cold.pieces(at)
+    old_values, new_values, _ = values.cold.pieces(at)
     for part in (keys, values):
         part.cold.note(sum(counts))
-    old = native.attend_to_rows(rows, pieces[0], pieces[1], at, read, scale, softcap)
+    of_keys = old_keys, new_keys, keys.hot.rows
+    of_values = old_values, new_values, values.hot.rows
+    old = native.attend_to_rows(rows, of_keys, of_values, numbers, read, scale, softcap)
     tail = attended(rows, *newest_of(stored), scale, softcap)
     return joined(query, old, tail, options.get("sink_logits"))
 

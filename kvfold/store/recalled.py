@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.kernels.cold import Cold
+from kvfold.kernels.cold import Cold, ColdRows
 from kvfold.kernels.mean_rotation import Rotate
 from kvfold.kernels.per_token import RotatedKeys
 from kvfold.kernels.recalled import RecalledKeys, RecalledValues
@@ -34,6 +34,8 @@ class Recalling(Encode):
     read: float = 0.02
     residual: int = 16
     rotate: Rotate | None = field(default=None, compare=False, repr=False)
+    # Cold keys and values that stay in a file, while entries are made of its other tensors
+    filed: tuple[ColdRows, ColdRows] | None = field(default=None, compare=False, repr=False)
     raw: ClassVar[bool] = False
     standalone: ClassVar[bool] = True
     recalls: ClassVar[bool] = True
@@ -84,15 +86,36 @@ class Recalling(Encode):
 
     def keys_from(self, parts: Named, size: int) -> RecalledKeys:
         codes = RotatedKeys.from_named(parts, self.bits, self.rotate)
-        return RecalledKeys(*_parts(parts), codes, self.read)
+        cold, places, hot = _parts(parts, None if self.filed is None else self.filed[0])
+        if codes.lengths != cold.lengths or any(codes.whole.lengths):
+            raise ValueError("codes of other keys than the cold ones")
+        return RecalledKeys(cold, places, hot, codes, self.read)
 
     def values_from(self, parts: Named, size: int) -> RecalledValues:
-        return RecalledValues(*_parts(parts))
+        return RecalledValues(*_parts(parts, None if self.filed is None else self.filed[1]))
 
 
-def _parts(parts: Named) -> tuple[Cold, Flat, Flat]:
-    """Cold entries, and places and rows of the hot ones, of a file's tensors."""
-    return Cold.of(parts["cold"]), Flat.of(parts["places"]), Flat.of(parts["hot"])
+def _parts(parts: Named, filed: ColdRows | None) -> tuple[Cold, Flat, Flat]:
+    """Cold entries, `filed` or in `parts`, and places and rows of the hot ones.
+
+    Raises ValueError for parts that do not fit together.
+    """
+    places, hot = Flat.of(parts["places"]), Flat.of(parts["hot"])
+    if filed is None:
+        cold = Cold.of(parts["cold"])
+    else:
+        cold = Cold.filed(filed, hot.rows.device, hot.rows.shape[1], hot.rows.dtype)
+    of_segments = zip(places.segments, cold.lengths, strict=True)
+    fits = places.rows.dtype == torch.long and places.lengths == hot.lengths
+    if not fits or any(not _ascend(at, count) for at, count in of_segments):
+        raise ValueError("hot entries that are none of the cold ones")
+    return cold, places, hot
+
+
+def _ascend(places: Tensor, count: int) -> bool:
+    """True if places ascend from 0 on and stay below `count`."""
+    ends = places.new_tensor([-1]), places.new_tensor([count])
+    return bool((torch.cat([ends[0], places, ends[1]]).diff() > 0).all())
 
 
 def _none(segments: list[Tensor]) -> tuple[Flat, Flat]:

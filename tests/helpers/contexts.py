@@ -40,6 +40,8 @@ KINDS = {
     f"snapkv + {KIVI}": (80, RaggedStore),
     TURBO: (None, RaggedStore),
     f"adakv + {TURBO}": (80, RaggedStore),
+    "recall:residual=8,read=0.2": (None, RaggedStore),
+    "snapkv + recall:residual=8,read=0.2": (40, RaggedStore),
     "think": (None, RaggedStore),
     "minicache": (None, RaggedStore),
     "streaming_llm_original:decode=append + minicache": (40, RaggedStore),

@@ -8,6 +8,9 @@ Names of tensors:
     rope.<name>                     RoPE frequencies
     prefix                          leading tokens kept beside the budget [1], KVzip's
     ids                             the document's tokens [N], int32
+    layers.<index>.<keys|values>.cold.<head>
+                                    entries of recall, which stay in the file; .sums. are checksums
+                                    of their blocks
     codec.<keys|values>.<part>      all layers' keys or values, by `codecs/kvtc.py` or `kivi.py`
 
 With a codec, all but kvtc's are compressed: uint8 frames, whose shapes the header has.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from torch import Tensor
 
 from kvfold.codecs.compression import decompressed_tensor
 from kvfold.contexts.files.bounds import contradiction, excess
+from kvfold.contexts.files.cold_rows import HeldFile
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.header import RopeHeader, digest, digest_of, rope_differences
@@ -107,8 +112,8 @@ class ContextFile:
     Raises ContextFileError for another format version and a damaged header.
     """
 
-    def __init__(self, path: Path, file: Any, size: int) -> None:
-        self.path, self._file, self.size = path, file, size
+    def __init__(self, path: Path, place: Path, file: Any, size: int) -> None:
+        self.path, self._place, self._file, self.size = path, place, file, size
         self.header = self._checked_header(file.metadata() or {})
         self._shapes = {name: file.get_slice(name).get_shape() for name in list(file.keys())}
         if self._shapes.keys() != self.header.checksums.keys():
@@ -116,6 +121,11 @@ class ContextFile:
         wrong = contradiction(self.header) or excess(self.header, self._shapes, size)
         if wrong is not None:
             raise self.damaged(wrong)
+
+    @cached_property
+    def held(self) -> HeldFile:
+        """The file, open for as long as this is used: for entries that stay in it."""
+        return HeldFile(self._place, self.path)
 
     def length(self, name: str) -> int:
         """Entries of a tensor along its first axis, which is not read; 0 for one without axes."""
@@ -185,7 +195,7 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
     path = Path(path)
     try:
         with stable_path(path) as place, safe_open(place, framework="pt") as file:
-            yield ContextFile(path, file, place.stat().st_size)
+            yield ContextFile(path, place, file, place.stat().st_size)
     except (OSError, SafetensorError) as problem:
         raise ContextFileError(
             f"cannot read {path}: {_reason_unreadable(path, problem)}"

@@ -7,7 +7,7 @@ State of an unfinished prefill (the query window) is not saved: such a cache is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,15 @@ from torch import Tensor
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_trial import EntryShape
 from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
+from kvfold.contexts.files.cold_rows import COLD, SUMS, FileRows, sums_of
 from kvfold.contexts.files.header import LayerHeader
-from kvfold.kernels.views import Named
+from kvfold.kernels.recalled import Recalled
+from kvfold.kernels.views import Named, PartView
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
+from kvfold.store.recalled import Recalling
 from kvfold.store.sequence import LogicalSequence
 
 # Numbers that are saved and loaded under their own names.
@@ -34,11 +37,13 @@ class SavedLayer:
     """Content of a file for one layer.
 
     `header` has its numbers, `by_head[name]` one tensor per KV head, `whole[name]` a tensor of all.
+    `cold[name]` stays in the file.
     """
 
     header: LayerHeader
     by_head: Named
     whole: dict[str, Tensor]
+    cold: dict[str, FileRows] = field(default_factory=dict)
 
 
 def describe(layer: CompressedLayer, index: int) -> SavedLayer:
@@ -46,6 +51,8 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     state = layer.state
     store = state.stored()
     by_head = store.named()
+    for name in [name for name in by_head if name.endswith(COLD)]:
+        by_head[name.removesuffix(COLD) + SUMS] = [sums_of(rows) for rows in by_head[name]]
     if state.reindexed is not None:
         # Moved sinks are saved unmoved: how far they move depends on the tokens to come.
         by_head["keys"] = list(state.keys_as_given()[0])
@@ -90,7 +97,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
         log.load(saved.whole)
     valid = saved.whole.get("valid")
     sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
-    state.put(_store(state, header, by_head), sequence)
+    state.put(_store(state, saved, by_head), sequence)
     layer.note_restored()
     for name, of_heads in numbers.items():
         empty = state.observers.empties[name]
@@ -143,7 +150,14 @@ def _of_heads(store: Store) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         return
     view = store.segments()
     for i in range(len(view.keys.gaps)):
-        yield view.keys.pieces(i), view.values.pieces(i)
+        yield _pieces(view.keys, i), _pieces(view.values, i)
+
+
+def _pieces(part: PartView, i: int) -> list[Tensor]:
+    """As `PartView.pieces`, but cold entries are not read: a tensor without numbers is theirs."""
+    if not isinstance(part.encoded, Recalled):
+        return part.pieces(i)
+    return [part.encoded.cold.like(i), *replace(part, encoded=None).pieces(i)]
 
 
 def _without_padding(state: LayerState, numbers: Tensor) -> list[Tensor]:
@@ -164,11 +178,13 @@ def _stacked(of_heads: list[Tensor], empty: float) -> Tensor:
     return torch.stack(padded)
 
 
-def _store(state: LayerState, header: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:
-    heads = len(next(iter(by_head.values())))
+def _store(state: LayerState, saved: SavedLayer, by_head: Named) -> DenseStore | RaggedStore:
+    heads, header = len(next(iter(by_head.values()))), saved.header
     if header.store == DenseStore.kind:
         return DenseStore.from_named(by_head, heads, header.dead)
     encode = state.plan.stages.encode or Encode()
+    if isinstance(encode, Recalling) and saved.cold:
+        encode = replace(encode, filed=(saved.cold["keys.cold"], saved.cold["values.cold"]))
     return RaggedStore.from_named(by_head, heads, encode, header.new, header.first_new)
 
 

@@ -21,6 +21,7 @@ from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import decoded, rotations_of
+from kvfold.contexts.files.cold_rows import COLD, SUMS, FileRows
 from kvfold.contexts.files.format import ContextFile, opened, told_as_damage
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.contexts.files.layers import SavedLayer
@@ -198,8 +199,10 @@ def _fill(
             chosen = range(len(saved.kept))[heads or slice(None)]
             if not chosen:
                 raise ContextFileError(f"{file.path} has {len(saved.kept)} heads, none in {heads}")
-            by_head, whole = _tensors(file, f"layers.{index}.", saved, chosen, device, coded)
-            layers.restore(layer, SavedLayer(saved, by_head, whole))
+            prefix = f"layers.{index}."
+            by_head, whole = _tensors(file, prefix, saved, chosen, device, coded)
+            cold = _cold(file, prefix, saved, chosen, by_head)
+            layers.restore(layer, SavedLayer(saved, by_head, whole, cold))
             shape = next(shapes)
             if shape is not None and heads is not None:
                 shape = shape._replace(heads=len(chosen))
@@ -227,6 +230,18 @@ def _of_other(file: ContextFile, saved: StockLayerHeader, heads: slice | None) -
     return range(count)[heads or slice(None)]
 
 
+def _cold(
+    file: ContextFile, prefix: str, saved: LayerHeader, heads: range, by_head: Named
+) -> dict[str, FileRows]:
+    """Cold entries of a layer, which stay in the file; takes their sums out of `by_head`."""
+    found = {}
+    for name in [name for name in saved.by_head if name.endswith(COLD)]:
+        sums = [each.cpu() for each in by_head.pop(name.removesuffix(COLD) + SUMS)]
+        names = [file.header.same_as.get(n, n) for n in (f"{prefix}{name}.{h}" for h in heads)]
+        found[name] = FileRows(file.held, names, sums)
+    return found
+
+
 def _tensors(
     file: ContextFile,
     prefix: str,
@@ -246,5 +261,6 @@ def _tensors(
     by_head = {
         name: [tensor(f"{prefix}{name}.{head}").to(device) for head in heads]
         for name in saved.by_head
+        if not name.endswith(COLD)
     }
     return by_head, {name: file.tensor(f"{prefix}{name}").to(device) for name in saved.whole}

@@ -23,6 +23,7 @@ from kvfold.contexts.document import CompressedDocument
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import Coding
+from kvfold.contexts.files.cold_rows import COLD
 from kvfold.contexts.files.format import check_context_place, merged_over_ranks, metadata
 from kvfold.contexts.files.header import (
     BudgetHeader,
@@ -32,7 +33,7 @@ from kvfold.contexts.files.header import (
     StockLayerHeader,
     TextHeader,
 )
-from kvfold.errors import KvfoldError
+from kvfold.errors import CodecRefusal, KvfoldError
 from kvfold.hf.header import ModelHeader, RopeHeader, digest_of, order_metadata
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.kernels.full_precision import full_precision
@@ -144,6 +145,7 @@ def _write(
     same_as = {name: other for s in by_rank for name, other in s.tensors.same_as.items()}
     coded = None
     if codec is not None:
+        _check_unpacked(headers)
         coding = Coding.of(codec, context.model)  # other ranks may lack its file
         if coding.basis is not None:
             coding.basis.check_entries(entry_shapes(context.model) or ())
@@ -181,6 +183,15 @@ def _write(
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))
         order_metadata(temporary)
+
+
+def _check_unpacked(headers: list[LayerHeader | StockLayerHeader]) -> None:
+    """Raises CodecRefusal for entries that are read from their file one by one."""
+    if any(name.endswith(COLD) for layer in headers for name in layer.by_head):
+        raise CodecRefusal(
+            "entries of recall are read from their file one by one, and a codec packs them "
+            "together: save it without codec="
+        )
 
 
 def _check(cache: CompressedCache) -> None:

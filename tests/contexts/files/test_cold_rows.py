@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts of recall on disk: what stays in the file, damage, and files that change meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import ContextFileError
+from kvfold.contexts.files.cold_rows import BLOCK, FileRows, HeldFile, sums_of
+from kvfold.contexts.files.format import opened
+from kvfold.errors import CodecRefusal
+from kvfold.kernels.native import files as native
+from kvfold.store.ragged import RaggedStore
+from tests.helpers.contexts import QUESTION, assert_same, compressed
+
+SPECS = ["recall:residual=8,read=0.2", "snapkv + recall:residual=8,read=0.2"]
+
+
+def saved(model: Any, tokenizer: Any, path: Path, spec: str = SPECS[0]) -> Any:
+    context = compressed(model, tokenizer, spec)
+    context.save(path)
+    return context
+
+
+def flip(path: Path, name: str, row: int) -> None:
+    """Changes one byte of a row of a tensor of a file, in place."""
+    first, _, size, dtype = HeldFile(path, path).tensor(name)
+    with path.open("r+b") as file:
+        file.seek(first + row * size * dtype.itemsize)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_entries_stay_in_the_file_and_answers_are_the_same(model, tokenizer, tmp_path, spec):
+    context = saved(model, tokenizer, tmp_path / "a.ctx", spec)
+    loaded = kvfold.load(tmp_path / "a.ctx", model, tokenizer)
+    before, after = context.cache.stats(), loaded.cache.stats()
+    assert after.cold == (0, before.cold.host, 0) and before.cold.host > 0
+    assert after.kv_bytes == before.kv_bytes
+    assert loaded.ask(QUESTION) == context.ask(QUESTION)
+    read = loaded.cache.stats().cold.read
+    assert 0 < read == context.cache.stats().cold.read
+    assert_same(loaded.cache, context.cache)
+
+
+def test_saved_again_and_loaded_in_part(model, tokenizer, tmp_path):
+    saved(model, tokenizer, tmp_path / "a.ctx")
+    loaded = kvfold.load(tmp_path / "a.ctx", model, tokenizer)
+    loaded.save(tmp_path / "b.ctx")
+    assert (tmp_path / "a.ctx").read_bytes() == (tmp_path / "b.ctx").read_bytes()
+    part = kvfold.load(tmp_path / "a.ctx", model, tokenizer, heads=slice(1, 2))
+    for mine, whole in zip(part.cache.states, loaded.cache.states, strict=True):
+        for own, every in zip(mine.stored().dense(), whole.stored().dense(), strict=True):
+            assert torch.equal(own, every[:, 1:2])
+
+
+def test_a_damaged_block_is_named_when_it_is_read(model, tokenizer, tmp_path):
+    path = tmp_path / "a.ctx"
+    saved(model, tokenizer, path)
+    flip(path, "layers.2.values.cold.1", 70)
+    loaded = kvfold.load(path, model, tokenizer)  # it reads no entry
+    with pytest.raises(
+        ContextFileError, match=r"layers\.2\.values\.cold\.1 was altered in rows 64"
+    ):
+        loaded.ask(QUESTION)
+    with opened(path) as file, pytest.raises(ContextFileError, match="was altered"):
+        file.check()
+
+
+def test_a_replaced_file_keeps_its_reader_and_one_cut_short_is_refused(model, tokenizer, tmp_path):
+    path, other = tmp_path / "a.ctx", tmp_path / "b.ctx"
+    context = saved(model, tokenizer, path)
+    answer = context.ask(QUESTION)
+    shutil.copy(path, other)
+    loaded, cut = (kvfold.load(each, model, tokenizer) for each in (path, other))
+    compressed(model, tokenizer, "full").save(path)
+    assert loaded.ask(QUESTION) == answer
+    path.unlink()
+    assert loaded.ask(QUESTION) == answer
+    os.truncate(other, 20_000)
+    with pytest.raises(ContextFileError, match="cut short"):
+        cut.ask(QUESTION)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "kivi4"])
+def test_codecs_are_refused(model, tokenizer, tmp_path, codec):
+    context = compressed(model, tokenizer, SPECS[0])
+    with pytest.raises(CodecRefusal, match="one by one"):
+        context.save(tmp_path / "a.ctx", codec=codec)
+    assert not (tmp_path / "a.ctx").exists()
+
+
+def test_later_tokens_are_in_memory_beside_the_file(model, tokenizer, tmp_path):
+    context = saved(model, tokenizer, tmp_path / "a.ctx")
+    loaded = kvfold.load(tmp_path / "a.ctx", model, tokenizer)
+    ids = torch.arange(3, 12).repeat(9)[None]
+    for each in (loaded, context):
+        for token in ids.split(1, 1):
+            each.model(token, past_key_values=each.cache)
+    stats = loaded.cache.stats()
+    assert stats.cold.filed and stats.cold.host
+    assert sum(stats.cold[:2]) == context.cache.stats().cold.host
+    store = loaded.cache.states[0].stored()
+    assert isinstance(store, RaggedStore)
+    assert_same(loaded.cache, context.cache)
+
+
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_rows_are_those_of_the_tensor(tmp_path, monkeypatch, in_cpp):
+    from safetensors.torch import save_file
+
+    if not in_cpp:
+        monkeypatch.setattr(native, "library", lambda: None)
+    tensors = {"a": torch.randn(2 * BLOCK + 3, 8), "b": torch.randn(5, 8), "c": torch.randn(0, 8)}
+    path = tmp_path / "rows"
+    save_file(tensors, path)
+    sums = [sums_of(rows) for rows in tensors.values()]
+    rows = FileRows(HeldFile(path, path), list(tensors), sums)
+    segments, places = torch.tensor([0, 1, 0, 0]), torch.tensor([130, 4, 0, 64])
+    expected = torch.stack([tensors["ab"[i]][at] for i, at in zip(segments, places, strict=True)])
+    assert torch.equal(rows.at(segments, places), expected)
+    assert [rows.segment(i).tolist() for i in range(3)] == [t.tolist() for t in tensors.values()]
+    other = rows.select([1, 0])
+    assert other.lengths == [5, 131] and torch.equal(other.segment(0), tensors["b"])
+    assert rows.nbytes() == (0, 136 * 32, 0)
+    with pytest.raises(ValueError, match="do not fit"):
+        FileRows(HeldFile(path, path), list(tensors), sums[::-1])
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(ContextFileError, match="cut short"):
+        FileRows(HeldFile(path, path), ["a", "b"], sums[:2]).segment(1)
