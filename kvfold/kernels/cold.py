@@ -100,7 +100,7 @@ class Cold:
     def take(self, places: Tensor) -> Tensor:
         """Entries `[R, …, D]` at `places [R, …]` of R segments; below 0: those of place 0."""
         shape, at = places.shape, places.flatten().clamp(min=0).cpu()
-        segments = torch.arange(len(places)).repeat_interleave(max(1, at.numel() // len(places)))
+        segments = torch.arange(len(places)).repeat_interleave(at.numel() // len(places))
         first = torch.tensor(self.old.lengths)[segments]
         if bool((at < first).all()):
             rows = self.old.at(segments, at)

@@ -62,11 +62,13 @@ class ContextPool(Pool[Context]):
         assert held.value is not None
         key = held.keys.get(TEXT)
         text = None if key is None else TextHeader(length=key.length, digest=key.digest.hex())
-        try:
-            save(held.value, file, codec=self.codec, text=text)
-        except (CodecRefusal, ScorerFileError) as refused:
-            log.warning("context %s is saved with codec zstd: %s", held.id, refused)
-            save(held.value, file, codec="zstd", text=text)
+        codecs = [] if self.codec is None else [self.codec, "zstd"]
+        for codec, other in zip(codecs, ("with codec zstd", "without a codec"), strict=False):
+            try:
+                return save(held.value, file, codec=codec, text=text)
+            except (CodecRefusal, ScorerFileError) as refused:
+                log.warning("context %s is saved %s: %s", held.id, other, refused)
+        save(held.value, file, text=text)
 
     def _made_smaller(self, movable: list[Stored[Context]]) -> bool:
         large = [held for held in movable if not held.shrunk]

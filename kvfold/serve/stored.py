@@ -117,6 +117,8 @@ class Stored(Generic[Value]):
 def size_of(value: Context | Session) -> int:
     """Bytes of all tensors of a context or session: layers of both kinds, and token ids.
 
+    Cold entries in host memory count, those in a file do not.
+
     Transformers' layers count by storage: a sliding window may be a view of a longer buffer.
     """
     storages = {}
@@ -130,4 +132,5 @@ def size_of(value: Context | Session) -> int:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     stats = value.stats()
-    return stats.nbytes + stats.id_bytes + value.ids.nbytes + sum(storages.values())
+    held = stats.nbytes + stats.cold.host + stats.id_bytes
+    return held + value.ids.nbytes + sum(storages.values())

@@ -21,6 +21,7 @@ DENSE = ["snapkv:window=8", "pyramidkv:window=8", "knorm", "full"]
 ENCODED = [
     "snapkv:window=8 + kivi:group=8,residual=8",
     "snapkv:window=8 + turboquant:residual=8,sinks=2",
+    "snapkv:window=8 + recall:residual=8,read=0.2",
     "think:queries=8,recent=8",
     "minicache:block=8",
 ]

@@ -104,6 +104,25 @@ def test_reading_everything_is_the_full_cache(name, behind):
         assert worst(reader(piece), truth(piece)) < TOLERANCE.get(name, 1e-9)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv:window=8 + level + {}", "leverage + {}", "dbudgetkv + {}", "auto + {}",
+        "simlayerkv:window=8 + {}", "h2o:decode=append + {} + every:interval=8", "random + {}",
+        "streaming_llm_original:decode=append + {}", "rkv:window=8 + {}",
+        "snapkv:window=8 + {} + every:interval=4,prompt=kept",
+    ],
+)  # fmt: skip
+def test_behind_any_method_reading_everything_is_the_full_cache(spec):
+    """Layers and heads that keep all, or nothing, among them."""
+    model = model_of()
+    reader = start(model, spec.format("recall:read=1.0,residual=8"))
+    truth = Reader(model, stock_cache(model))
+    truth(prompts((64,))[0])
+    for piece in (continuation(1, 9, 5), *continuation(1, 40).split(1, 1), continuation(1, 5, 6)):
+        assert worst(reader(piece), truth(piece)) < 1e-9
+
+
 @pytest.mark.parametrize("behind", BEHIND)
 def test_the_budget_is_what_stays_hot(behind):
     model = model_of()

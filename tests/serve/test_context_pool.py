@@ -274,6 +274,23 @@ def test_what_a_codec_refuses_is_saved_with_zstd(
         assert f"context {name} is saved with codec zstd: " in caplog.text
 
 
+def test_cold_entries_leave_memory_for_the_file(model, tokenizer, holder, tmp_path, caplog):
+    """They count in memory until then; no codec takes them, and a read file holds them itself."""
+    contexts = holder(3, folder=tmp_path / "named")
+    contexts.codec = "kivi4"
+    made = [kvfold.compress(model, tokenizer, DOCUMENT, "recall:residual=8") for _ in range(2)]
+    before, cold = size_of(made[0]), made[0].stats().cold.host
+    contexts.memory = int(1.5 * before)
+    alone = made[0].ask(QUESTION, max_new_tokens=6)
+    for name, context in zip(("c0", "c1"), made, strict=True):
+        contexts.add(context, name)
+    assert in_memory(contexts) == ["c1"] and "context c0 is saved without a codec: " in caplog.text
+    with contexts.reading("c0") as loaded:
+        assert loaded.ask(QUESTION, max_new_tokens=6) == alone
+        assert size_of(loaded) == before - cold > 0
+        assert loaded.stats().cold.filed == cold
+
+
 def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monkeypatch):
     contexts, writing, go = holder(1.5), Event(), Event()
     whole = context_pool.save

@@ -41,7 +41,13 @@ def model():
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    "spec", ["kivi:group=8,residual=8", "turboquant:residual=8,sinks=2", *ENCODED[2:]]
+    "spec",
+    [
+        "kivi:group=8,residual=8",
+        "turboquant:residual=8,sinks=2",
+        "recall:residual=8,read=0.2",
+        *ENCODED[3:],
+    ],
 )
 def test_nothing_may_be_encoded_when_decoding_begins(model, spec):
     ids = prompts((6,))[0]
