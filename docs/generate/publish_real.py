@@ -29,7 +29,7 @@ from docs.generate.needle_rows import core
 from docs.generate.real_headline import MODEL
 from kvfold.errors import KvfoldError
 from kvfold.eval.run import run_folder
-from kvfold.eval.run.cell import FULL, EvalCell
+from kvfold.eval.run.cell import FULL, EvalCell, EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import contenders
 from kvfold.eval.run.sample_result import SampleResult
@@ -130,6 +130,15 @@ def key(cell: EvalCell) -> Key:
     return tuple("" if one is None else str(one) for one in (*told, cell.method, cell.budget))
 
 
+def as_before(result: CellResult, known: set[EvaluatedModel]) -> CellResult:
+    """A result of a `known` model, where records of before do not say how it answers."""
+    cell = result.cell
+    subject = cell.subject.model_copy(update={"answering": None})
+    if subject not in known:
+        return result
+    return result.model_copy(update={"cell": cell.model_copy(update={"subject": subject})})
+
+
 def merged(
     results: Sequence[CellResult], out: Path
 ) -> tuple[list[CellResult], list[dict[str, str]], set[Key]]:
@@ -142,6 +151,7 @@ def merged(
     if (out / run_folder.RECORDS).is_file():
         before = load_results([out / run_folder.RECORDS])
     known = {one.cell.subject for one in before}
+    results = [as_before(one, known) for one in results]
     others = {one.cell.subject for one in results} - known
     if before and others:
         raise KvfoldError(f"the run is of {others}, and {out} holds results of {known}")

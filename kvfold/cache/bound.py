@@ -59,6 +59,8 @@ def _evicting(method: Method, every: int | None, most: int) -> Method:
     stages = method.stages()
     if stages.keeps_prompt:
         raise KvfoldError(f"{cannot} beside a prompt of any length: choose prompt=counted")
+    if stages.encode is not None and stages.encode.recalls:
+        raise KvfoldError(f"{cannot}: recall keeps every entry, cold; leave max_cache_tokens out")
     if stages.inexact:
         raise KvfoldError(f"{cannot}, nor to a budget ({stages.inexact}): choose another method")
     return method

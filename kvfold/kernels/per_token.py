@@ -75,7 +75,7 @@ def _half(numbers: Tensor, of: str) -> Tensor:
     half = numbers.half()
     if bool(half.isinf().any()):
         raise KvfoldError(
-            f"turboquant stores scales in float16, and {of} of this model are too large for it "
+            f"scales of codes are stored in float16, and {of} of this model are too large for it "
             f"(up to {numbers.nan_to_num(0).abs().max().item():.3g}): choose kivi, or no encoding"
         )
     return half

@@ -145,9 +145,9 @@ def _warn_of_biases(segments: list[Tensor]) -> None:
     """Warns where a segment's keys share far more than they differ by."""
     if any(share_a_bias(keys) for keys in segments):
         warnings.warn(
-            "this model's keys have large biases, which hide their differences in turboquant's "
-            "codes, and kvfold cannot rotate its keys back to leave these out, so answers may be "
-            "wrong: choose kivi",
+            "this model's keys have large biases, which hide their differences in codes, and "
+            "kvfold cannot rotate its keys back to leave these out, so answers may be wrong: "
+            "choose kivi",
             stacklevel=2,
         )
 
@@ -156,6 +156,6 @@ def _check_size(segments: list[Tensor]) -> None:
     size = segments[0].shape[-1]
     if size % 8:
         raise KvfoldError(
-            f"turboquant packs codes of 8 channels into whole bytes, and this model's heads have "
+            f"codes of 8 channels are packed into whole bytes, and this model's heads have "
             f"{size} channels: choose kivi, or no encoding"
         )

@@ -234,3 +234,12 @@ def test_latents_and_budgets_in_bytes_are_refused():
         start(build("deepseek_v3", torch.float64), SPEC)
     with pytest.raises(KvfoldError, match="a budget in bytes"):
         start(model_of(), f"snapkv:window=8 + {SPEC}", budget="1MiB")
+    with pytest.raises(KvfoldError, match="recall keeps every entry"):
+        start(model_of(), f"snapkv:window=8 + {SPEC}", budget=20, max_cache_tokens=60)
+
+
+def test_protected_spans_stay_hot():
+    cache = start(model_of(), SPEC, protect=[(10, 20)]).cache
+    for state in cache.states:
+        (hot,) = state.stored().hot[0].unique(dim=0)
+        assert hot.nonzero().flatten().tolist() == [0, 1, *range(10, 20), *range(56, 64)]
