@@ -18,16 +18,21 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvfold
-from kvfold.kernels import recalled
+from kvfold.kernels.cold import PIECE
+from kvfold.kernels.native import attention as native
+from kvfold.kernels.recalled import RecalledKeys
+from kvfold.store.base import Store
 from kvfold.store.ragged import RaggedStore
 
 FIRST, CONTEXT, READ = 60_000, 900, 120  # characters left out, tokens
+HOT = 2 << PIECE  # number of the first hot row
 METHODS = [
     *[(f"recall:read={read}", None) for read in (0.01, 0.02, 0.05, 0.1)],
     *[(f"recall:keys={bits}", None) for bits in (1, 3)],
@@ -40,18 +45,15 @@ METHODS = [
 def reads() -> Iterator[list[Tensor]]:
     """What each call of a layer reads inside the block: rows, and how many of each segment."""
     found: list[Tensor] = []
-    find = recalled.native.find_cold
+    find = native.find_cold
 
     def noting(*arguments: Any) -> Any:
         at, counts = find(*arguments)
         found.append(at)
         return at, counts
 
-    recalled.native.find_cold = noting
-    try:
+    with patch.object(native, "find_cold", noting):
         yield found
-    finally:
-        recalled.native.find_cold = find
 
 
 def overlap(context: kvfold.Context, ids: Tensor) -> float:
@@ -68,11 +70,12 @@ def overlap(context: kvfold.Context, ids: Tensor) -> float:
     return sum(shares) / len(shares)
 
 
-def _hot(store: Any) -> range:
+def _hot(store: Store) -> range:
     """Numbers that rows of hot entries have."""
     assert isinstance(store, RaggedStore)
-    piece = 2 << 48
-    return range(piece, piece + len(store.segments().keys.encoded.hot.rows))
+    keys = store.segments().keys.encoded
+    assert isinstance(keys, RecalledKeys)
+    return range(HOT, HOT + len(keys.hot.rows))
 
 
 @torch.no_grad()
@@ -82,11 +85,13 @@ def rows(
     """A row for each method, whose bytes `share` gives."""
     text = book.read_text(encoding="utf-8", errors="ignore")[FIRST : FIRST + 20 * CONTEXT]
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
-    document, rest = tokenizer.decode(ids[:CONTEXT]), ids[None, CONTEXT : CONTEXT + READ]
+    document, rest = str(tokenizer.decode(ids[:CONTEXT])), ids[None, CONTEXT : CONTEXT + READ]
 
     def logits(context: kvfold.Context) -> Tensor:
         with context.cache.frozen():
-            found = model(rest, past_key_values=context.cache).logits.double().log_softmax(-1)
+            found: Tensor = (
+                model(rest, past_key_values=context.cache).logits.double().log_softmax(-1)
+            )
             context.cache.crop(-READ)
         return found
 
@@ -106,7 +111,7 @@ def bytes_in_16_bits(name: str, method: str, budget: float | None) -> float:
     """Bytes of a context of as many tokens, over those of the full cache; the same for any text."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(name)
-    words = tokenizer.decode(torch.arange(1000, 1000 + CONTEXT))
+    words = str(tokenizer.decode(torch.arange(1000, 1000 + CONTEXT)))
     stats = kvfold.compress(model, tokenizer, words, method, budget).stats()
     return stats.nbytes / stats.nbytes_full
 
