@@ -98,19 +98,17 @@ class Cold:
         return [a + b for a, b in zip(self.old.lengths, self.new.lengths, strict=True)]
 
     def take(self, places: Tensor) -> Tensor:
-        """Entries `[R, …, D]` at `places [R, …]` of R segments; below 0: those of place 0."""
-        shape, at = places.shape, places.flatten().clamp(min=0).cpu()
+        """Entries `[R, …, D]` at `places [R, …]` of R segments; zeros where that is below 0."""
+        at, like = places.flatten().cpu(), self.new.flat.rows
         segments = torch.arange(len(places)).repeat_interleave(at.numel() // len(places))
         first = torch.tensor(self.old.lengths)[segments]
-        if bool((at < first).all()):
-            rows = self.old.at(segments, at)
-        else:
-            old, newer = (at < first).nonzero()[:, 0], (at >= first).nonzero()[:, 0]
-            found = self.new.at(segments[newer], at[newer] - first[newer])
-            rows = found.new_empty(len(at), found.shape[1])
-            rows[newer], rows[old] = found, self.old.at(segments[old], at[old])
-        self.note(len(rows))
-        return rows.to(self.device).unflatten(0, shape)
+        rows = like.new_zeros(len(at), like.shape[1])
+        old, new = (at >= 0) & (at < first), (at >= first) & (at >= 0)
+        for piece, own, places_in in ((self.old, old, at), (self.new, new, at - first)):
+            if own.any():
+                rows[own] = piece.at(segments[own], places_in[own])
+        self.note(int((at >= 0).sum()))
+        return rows.to(self.device).unflatten(0, places.shape)
 
     @classmethod
     def filed(cls, old: ColdRows, device: torch.device, size: int, dtype: torch.dtype) -> Cold:

@@ -24,7 +24,8 @@ from kvfold.kernels.per_token import RotatedKeys
 from kvfold.kernels.segment_parts import attended, hidden_slots, joined, newest_of, softmax
 from kvfold.kernels.views import Flat, Form, Named, PartView, RaggedView, Standalone
 
-QUERIES = 16  # of one block: each reads entries of its own
+QUERIES = 16  # most of one block: each reads entries of its own
+BLOCK_BYTES = 64 * 2**20  # of the keys that a block reads
 ROUNDING = 1e-9  # of a share's product with a number of entries
 
 
@@ -110,10 +111,6 @@ class Recalled(Standalone):
             "hot": list(self.hot.segments),
         }
 
-    def read_at(self, places: Tensor) -> Tensor:
-        """Cold entries `[R, …, D]` at `places [R, …]` of the segments."""
-        return self.cold.take(places)
-
 
 @dataclass(frozen=True)
 class RecalledKeys(Recalled):
@@ -187,10 +184,12 @@ def attend_to_recalled(
     if sinks is not None:
         sinks = sinks.view(-1, grouped.shape[1]).repeat(len(query), 1)
     outs = []
-    for start in range(0, queries, QUERIES):
-        block = grouped[:, :, start : start + QUERIES]
+    each = segments * max(keys.counts()) * query.shape[-1] * query.element_size()
+    at_once = max(1, min(QUERIES, BLOCK_BYTES // max(1, each)))
+    for start in range(0, queries, at_once):
+        block = grouped[:, :, start : start + at_once]
         places = keys.wanted(block)
-        recalled = keys.read_at(places)
+        recalled = keys.cold.take(places)
         # Products of queries and keys may exceed float16 before they are scaled.
         scaled = block * options["scale"]
         logits = torch.cat(
@@ -208,7 +207,7 @@ def attend_to_recalled(
         logits[..., count:].add_(hidden[:, None, None])
         _hide_new(logits, mask, queries, start, len(query))
         weights = _weights(logits, sinks).to(query.dtype)
-        mixed = torch.einsum("rgsk,rskd->rgsd", weights[..., :count], values.read_at(places))
+        mixed = torch.einsum("rgsk,rskd->rgsd", weights[..., :count], values.cold.take(places))
         outs.append(mixed + weights[..., count:] @ always[1][:, None])
     return torch.cat(outs, 2).reshape(*query.shape[:3], -1)
 

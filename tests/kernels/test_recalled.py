@@ -95,9 +95,10 @@ def test_a_share_is_rounded_up_and_a_number_is_itself(read, cold, expected):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("queries", "groups"), [(1, 3), (3, 1), (3, 2)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}])
-def test_attention_is_that_of_masked_dense_entries(queries, groups, masked, options):
+def test_attention_is_that_of_masked_dense_entries(queries, groups, masked, options, monkeypatch):
+    monkeypatch.setattr(recalled, "BLOCK_BYTES", 2 * 4 * 7 * SIZE * 8)  # of two queries
     batch, dtype = 2, torch.float64
-    keys, values = encoded([50, 33, 21, 70], 2, 0.1, [[0, 1], [32], [], [3, 8, 40]], dtype)
+    keys, values = encoded([50, 33, 0, 70], 2, 0.1, [[0, 1], [32], [], [3, 8, 40]], dtype)
     stored = view_of(keys, values, batch, dtype)
     query = noise(batch, 2 * groups, queries, SIZE)
     scale, mask = SIZE**-0.5, None
