@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -145,21 +146,30 @@ class RecalledKeys(Recalled):
 
     def wanted(self, query: Tensor) -> Tensor:
         """Places `[R, S, K]`, ascending, that `query [R, G, S, D]` reads; −1 on the left."""
-        counts, asked = self.counts(), self.codes.asked(query)
-        most = max(counts)
-        found = query.new_full((len(query), query.shape[2], most), -1, dtype=torch.long)
-        for i, count in enumerate(counts):
-            of_segment = query[i].flatten(0, 1), asked[i].flatten(0, 1)
-            products = self.codes.products_of(i, *of_segment).unflatten(0, query.shape[1:3])
-            highest = products.amax(0).index_fill(1, self.places.segment(i), -torch.inf)
-            order = highest.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-            found[i, :, most - count :] = order.sort(-1).values
-        return found
+        return by_codes(self.codes, self.places.segments, self.counts(), query)
 
 
 @dataclass(frozen=True)
 class RecalledValues(Recalled):
     """Values of entries."""
+
+
+def by_codes(
+    codes: RotatedKeys, hot: Sequence[Tensor], counts: Sequence[int], query: Tensor
+) -> Tensor:
+    """Places `[R, S, K]`, ascending, that `query [R, G, S, D]` reads beside the `hot [m]` ones.
+
+    These are each segment's `counts` of highest product with their codes; −1 on the left.
+    """
+    asked, most = codes.asked(query), max(counts)
+    found = query.new_full((len(query), query.shape[2], most), -1, dtype=torch.long)
+    for i, count in enumerate(counts):
+        of_segment = query[i].flatten(0, 1), asked[i].flatten(0, 1)
+        products = codes.products_of(i, *of_segment).unflatten(0, query.shape[1:3])
+        highest = products.amax(0).index_fill(1, hot[i], -torch.inf)
+        order = highest.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        found[i, :, most - count :] = order.sort(-1).values
+    return found
 
 
 def reads(read: float, cold: int) -> int:

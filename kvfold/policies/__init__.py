@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: a method's choice of entries from an engine's tensors, without a model."""
 
+from kvfold.policies.key_codes import KeyCodes as KeyCodes
 from kvfold.policies.method_policy import Kept as Kept
 from kvfold.policies.method_policy import Policy as Policy
 from kvfold.policies.method_policy import PolicyNeeds as PolicyNeeds
