@@ -247,6 +247,7 @@ def _compress_one(
     rows += [
         ("kept of all entries", f"{stats.kept_fraction:.1%}"),
         (f"bytes in memory{where}", size(stats.nbytes)),
+        *([("cold bytes in the file", size(stats.cold.host))] if stats.cold.host else []),
         (f"bytes of a full cache{where}", size(stats.nbytes_full)),
         ("bytes of the file", size(path.stat().st_size)),
     ]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def stats_json(stats: Stats) -> dict[str, Any]:
     """Statistics of a cache as a dict for JSON."""
     derived = {"nbytes": stats.nbytes, "ratio": stats.ratio, "kept_fraction": stats.kept_fraction}
-    return dataclasses.asdict(stats) | derived
+    return dataclasses.asdict(stats) | derived | {"cold": stats.cold._asdict()}
 
 
 # Seconds between two lines of progress off a terminal, and between two that say the same.

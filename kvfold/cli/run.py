@@ -172,6 +172,7 @@ def costs(stats: Stats, clock: TokenTimer) -> Table:
         ("bytes", size(stats.nbytes)),
         ("bytes of a full cache", size(stats.nbytes_full)),
         ("ratio of bytes", f"{stats.ratio:.1%}"),
+        *([("cold bytes beside them", size(sum(stats.cold[:2])))] if any(stats.cold) else []),
         ("prefill and first token", seconds(clock.first_token)),
         ("per generated token", "-" if clock.per_token is None else seconds(clock.per_token)),
     ]

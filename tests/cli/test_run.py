@@ -239,3 +239,9 @@ def test_a_gpu_without_memory_is_told_in_one_line(
     )
     assert result.exit_code == 2
     assert "error: out of memory: CUDA" in result.output and "--prefill-chunk" in result.output
+
+
+def test_cold_bytes_are_told_beside_the_others(folder: Path) -> None:
+    given = ["run", str(folder), "--method", "recall", "--prompt", PROMPT, "--max-new-tokens", "4"]
+    assert "cold bytes beside them" in kvfold_command(*given).output
+    assert run_json(*given)["stats"]["cold"]["host"] > 0
