@@ -40,7 +40,7 @@ def basis(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.slow
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("spec", KINDS)
+@pytest.mark.parametrize("spec", [spec for spec in KINDS if "recall" not in spec])
 def test_zstd_loses_nothing(model, tokenizer, tmp_path, spec):
     context = compressed(model, tokenizer, spec)
     context.save(tmp_path / "coded", codec="zstd")
