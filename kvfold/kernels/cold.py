@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.cold_bytes import ColdBytes
-from kvfold.kernels.views import Flat
+from kvfold.kernels.views import Flat, starts_of
 
 PIECE = 48  # bits of a row's number, before that of its piece
 
@@ -57,7 +55,7 @@ class HostRows:
         return self.flat.lengths
 
     def at(self, segments: Tensor, places: Tensor) -> Tensor:
-        return self.flat.rows.index_select(0, _starts(tuple(self.lengths))[segments] + places)
+        return self.flat.rows.index_select(0, starts_of(tuple(self.lengths))[segments] + places)
 
     def segment(self, i: int) -> Tensor:
         return self.flat.segments[i]
@@ -125,7 +123,7 @@ class Cold:
         if isinstance(self.old, HostRows):
             return self.old.flat.rows, self.new.flat.rows, at
         own = (at >> PIECE == 0).nonzero()[:, 0]
-        starts, rows = _starts(tuple(self.old.lengths)), at[own]
+        starts, rows = starts_of(tuple(self.old.lengths)), at[own]
         segments = torch.searchsorted(starts, rows, right=True) - 1
         found = self.old.at(segments, rows - starts[segments])
         return found, self.new.flat.rows, at.index_copy(0, own, torch.arange(len(own)))
@@ -164,12 +162,6 @@ class Cold:
         """Bytes of the entries."""
         old, new = self.old.nbytes(), self.new.nbytes()
         return ColdBytes(old.host + new.host, old.filed + new.filed, self.moved.nbytes)
-
-
-@lru_cache(maxsize=64)
-def _starts(lengths: tuple[int, ...]) -> Tensor:
-    """First row of each segment `[R]`, int64, on the CPU."""
-    return torch.tensor([0, *accumulate(lengths[:-1])])
 
 
 def _none_like(segments: list[Tensor]) -> HostRows:

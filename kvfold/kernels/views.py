@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -23,6 +23,12 @@ BLOCK = 16
 
 # A store's tensors by name: one for each segment
 Named = dict[str, list[Tensor]]
+
+
+@lru_cache(maxsize=64)
+def starts_of(lengths: tuple[int, ...]) -> Tensor:
+    """First row of each segment `[R]`, int64, on the CPU."""
+    return torch.tensor([0, *accumulate(lengths[:-1])], dtype=torch.int64, device="cpu")
 
 
 class Form(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfold.errors import ContextFileError
 from kvfold.kernels.cold_bytes import ColdBytes
-from kvfold.kernels.native.files import read_rows
+from kvfold.kernels.native import files as native
 from kvfold.reading import opened_regular
 
 COLD, SUMS = ".cold", ".sums"  # ends of names of cold entries, and of the sums of their blocks
@@ -76,7 +76,11 @@ class HeldFile:
 
     def read_rows(self, offsets: Tensor, out: Tensor) -> None:
         """Fills `out [n, bytes]`, uint8, with what begins at `offsets [n]`; raises as `read`."""
-        if not read_rows(self._file.fileno(), offsets, out):
+        if not native.available():
+            rows = out.numpy()
+            for row, offset in enumerate(offsets.tolist()):
+                rows[row] = memoryview(self.read(offset, out.shape[1]))
+        elif not native.read_rows(self._file.fileno(), offsets, out):
             raise self.damaged("it was cut short")
 
     def damaged(self, how: str) -> ContextFileError:

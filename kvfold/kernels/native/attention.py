@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from kvfold.kernels.codebook import centroids
 from kvfold.kernels.native.library import call, note_operations
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
-from kvfold.kernels.views import Flat
+from kvfold.kernels.views import Flat, starts_of
 
 PART = 2048  # entries of a segment that a thread attends to at a time
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as of attention.cpp
@@ -47,8 +46,8 @@ def attend_to_packed(
         query.float().contiguous(),
         *keys.tensors(),
         *values.tensors(),
-        _starts(tuple(of_keys)),
-        _starts(tuple(of_values)),
+        starts_of(tuple(of_keys)),
+        starts_of(tuple(of_values)),
         _lengths(lengths),
         out,
         totals,
@@ -77,7 +76,7 @@ def attend_to_per_token(
         keys.asked(query).float().contiguous(),  # under autocast it is shorter
         *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
         *(values.codes.rows, values.scales.rows),
-        *(_starts(lengths), _lengths(lengths), out, totals),
+        *(starts_of(lengths), _lengths(lengths), out, totals),
         *query.shape,
         values.size,
         *(keys.bits, values.bits),
@@ -103,14 +102,14 @@ def find_cold(
     new = tuple(n - m for n, m in zip(lengths, old, strict=True))
     read = [a + b for a, b in zip(places.lengths, counts, strict=True)]
     at = torch.empty(sum(read), dtype=torch.int64, device="cpu")
-    hot, starts = tuple(places.lengths), _starts(tuple(lengths))
+    hot, starts = tuple(places.lengths), starts_of(tuple(lengths))
     call(
         "find_cold",
         keys.asked(query).float().contiguous(),
         *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
-        *(starts, _lengths(tuple(lengths)), _starts(hot), _lengths(hot), places.rows),
-        *(_lengths(tuple(counts)), _starts(tuple(old)), _lengths(tuple(old)), _starts(new)),
-        *(_starts(tuple(read)), at, *query.shape, keys.bits, PART, torch.get_num_threads()),
+        *(starts, _lengths(tuple(lengths)), starts_of(hot), _lengths(hot), places.rows),
+        *(_lengths(tuple(counts)), starts_of(tuple(old)), _lengths(tuple(old)), starts_of(new)),
+        *(starts_of(tuple(read)), at, *query.shape, keys.bits, PART, torch.get_num_threads()),
     )
     note_operations(query.shape[1] * query.shape[2] * sum(lengths))
     return at, read
@@ -134,7 +133,7 @@ def attend_to_rows(
     call(
         "attend_to_rows",
         query.float().contiguous(),
-        *(*keys, *values, at, _starts(of_segments), _lengths(of_segments), out, totals),
+        *(*keys, *values, at, starts_of(of_segments), _lengths(of_segments), out, totals),
         *(NUMBERS[keys[0].dtype], *query.shape, size, *_options(scale, softcap)),
     )
     _note(query, size, lengths)
@@ -155,12 +154,6 @@ def _note(query: Tensor, value_size: int, lengths: Sequence[int]) -> None:
     """Notes the products with keys and with values of `query [R, G, D]`."""
     _, group, size = query.shape
     note_operations(group * (size + value_size) * sum(lengths))
-
-
-@lru_cache(maxsize=64)
-def _starts(lengths: tuple[int, ...]) -> Tensor:
-    """First entry of each segment, int64."""
-    return torch.tensor([0, *accumulate(lengths[:-1])], dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -12,18 +11,14 @@ from torch import Tensor
 from kvfold.kernels.native.library import call, library
 
 
+def available() -> bool:
+    """True if the library is there and this system reads at an offset."""
+    return library() is not None and sys.platform != "win32"
+
+
 def read_rows(descriptor: int, offsets: Tensor, out: Tensor) -> bool:
-    """Fills `out [n, bytes]`, uint8, from `offsets [n]`, int64; False if the file ends before."""
-    if library() is not None and sys.platform != "win32":
-        return call("read_rows", descriptor, offsets, out, *out.shape, torch.get_num_threads()) == 0
-    size, rows = out.shape[1], out.numpy()
-    for row, offset in enumerate(offsets.tolist()):
-        if hasattr(os, "pread"):
-            found = os.pread(descriptor, size, offset)
-        else:  # Windows
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            found = os.read(descriptor, size)
-        if len(found) < size:
-            return False
-        rows[row] = memoryview(found)
-    return True
+    """Fills `out [n, bytes]`, uint8, from `offsets [n]`, int64; False if the file ends before.
+
+    Needs `available()`.
+    """
+    return call("read_rows", descriptor, offsets, out, *out.shape, torch.get_num_threads()) == 0
