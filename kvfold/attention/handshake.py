@@ -114,13 +114,12 @@ def was_done(key: Tensor) -> bool:
 
 
 def claim(module: nn.Module, key: Tensor, value: Tensor) -> AttendingLayer | None:
-    """The pending layer, if it handed out these keys and values; it is pending no longer.
+    """The pending layer, if it handed out these keys and values; only then it is pending no longer.
 
     None for attention without a cache, and for keys that another layer marked. Raises
     UnsupportedModel if keys or values were changed on the way.
     """
-    index, layer, handed, values = pending.index, pending.layer, pending.keys, pending.values
-    pending.index = pending.layer = pending.keys = pending.values = None
+    layer, handed, values = pending.layer, pending.keys, pending.values
     if layer is None:
         return None
     mark = getattr(key, "_kvfold", None)
@@ -128,12 +127,13 @@ def claim(module: nn.Module, key: Tensor, value: Tensor) -> AttendingLayer | Non
         if mark[0]() is not layer:
             return None
     elif handed is None or handed() is not key:
-        if index != module.layer_idx or not layer.is_source_of(key):
+        if pending.index != getattr(module, "layer_idx", None) or not layer.is_source_of(key):
             return None
         if not layer.caches_latents:
             raise changed(module)
     if not layer.caches_latents and (values is None or values() is not value):
         raise changed(module)
+    pending.index = pending.layer = pending.keys = pending.values = None
     pending.done = handed
     return layer
 

@@ -130,8 +130,9 @@ class CompressedCache(CacheParts, ToldOfForwards):
         Raises UnsupportedModel if attention never claimed the last ones.
         """
         layer = self.layers[layer_idx]
+        if handshake.pending.layer is not None:  # unclaimed, or left by another cache
+            self.binding.check_answered()
         if not isinstance(layer, CompressedLayer):
-            handshake.forget()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         # Never part of a graph, in which the layer's attention would be lost.
         if is_dynamo_compiling():
@@ -140,12 +141,12 @@ class CompressedCache(CacheParts, ToldOfForwards):
             with torch.no_grad():
                 return self.update(key_states, value_states, layer_idx)
         state = layer.state
-        first, level = state.plan.layer == 0, True
-        if first:
+        if state.plan.layer == 0:
             forget_announced()  # by a model whose masks are not kvfold's
-            level = state.sequence.seen == self.states[-1].sequence.seen
-        told = self.forward.begun is not None  # else of an inner model's forward
-        self.binding.asked(first, level, step=told or key_states.shape[2] == 1)
+            told = self.forward.begun is not None  # else of an inner model's forward
+            if self.binding.adapted or not told:
+                self.binding.check_model(step=told or key_states.shape[2] == 1)
+            self.binding.asked(level=state.sequence.seen == self.states[-1].sequence.seen)
         store = layer.update if any_cast() or not layer.is_initialized else state.append
         keys, values = store(key_states, value_states)
         return handshake.hand_out(keys, values, layer_idx, layer), values
@@ -172,7 +173,7 @@ class CompressedCache(CacheParts, ToldOfForwards):
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and the binding's checks."""
         self.binding.check_forward(ids, self.states[0].plan.stages.positions)
-        start = self.get_seq_length()
+        start = self.states[0].sequence.seen
         if self.binding.rope is not None:
             self.binding.check_rope(start, self.tokens_read, new)
         if self.reads_logits:  # before missing logits are named as what is wrong
@@ -190,7 +191,7 @@ class CompressedCache(CacheParts, ToldOfForwards):
 
         Layers that waited for these evict. Raises as `stored_nothing` and `Phase.note_read`.
         """
-        if self.forward.begun == self.get_seq_length():
+        if self.forward.begun == self.states[0].sequence.seen:
             raise self.forward.stored_nothing()
         if torch.is_grad_enabled():
             detach_layers(self.other_layers().values())

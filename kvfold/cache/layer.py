@@ -223,8 +223,8 @@ class CompressedLayer(CacheLayerMixin):
         last = state.plan.layer == state.plan.layers - 1
         if leaving.arrived and (last or is_too_much(leaving.arrived)):
             evict_one(dict(leaving.take()))
-        # Only now: after an error above, the layers no longer hold the same tokens.
-        binding.answered()
+        if last:  # after an error above, the layers no longer hold the same tokens
+            binding.answered()
         return out, weights
 
     def leave_out_ended(self) -> None:

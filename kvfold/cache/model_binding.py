@@ -32,7 +32,7 @@ class KeysLost(UnsupportedModel):
 
 
 class ModelBinding:
-    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run.
+    """The model and tokenizer of a cache; it is `waiting` until the last layer has attended.
 
     `frame` is the chat template around its text; None: the tokenizer's own.
     """
@@ -48,6 +48,7 @@ class ModelBinding:
         self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
         self.read_by: ReadBy | None = None
+        self.adapted = False  # by PEFT, which may switch adapters for a forward that has begun
         self.in_turn = False
         self._scales: Scales | None = None
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
@@ -56,17 +57,14 @@ class ModelBinding:
         """Error for a module of another model."""
         return UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
-    def asked(self, first: bool, level: bool, step: bool = True) -> None:
-        """Called before a layer hands out keys; `first`: it is the first layer of a forward.
+    def asked(self, level: bool = True) -> None:
+        """Called before the first layer of a forward hands out keys.
 
         Raises UnsupportedModel if another attention took the last keys or would take these, or if
-        the layers are not `level`: they hold different numbers of tokens; and as `check_model`.
+        the layers are not `level`: they hold different numbers of tokens.
         """
-        if first:
-            self.check_model(step)
-        lost = first and self.config is not None and not is_routed(self.config)
+        lost = self.config is not None and not is_routed(self.config)
         if self.waiting or lost or not level:
-            handshake.forget()
             self.check_answered(lost=True)
         self.waiting = True
 
@@ -140,8 +138,10 @@ class ModelBinding:
         model = None if self._model is None else self._model()
         if model is None:
             return
+        self.adapted = hasattr(model, "peft_config")
         if step and self.read_by is not None:
-            same = active_adapters(model) == self.read_by.adapters.names
+            names = active_adapters(model) if self.adapted else ()
+            same = names == self.read_by.adapters.names
             if same and (self._scales is None or not self._scales.changed()):
                 return
         parts = parts_of(model)
@@ -166,6 +166,7 @@ class ModelBinding:
     def check_answered(self, lost: bool = False) -> None:
         """Raises UnsupportedModel if another attention took a layer's keys, or they are `lost`."""
         if self.waiting or lost:
+            handshake.forget()
             raise KeysLost(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "
@@ -173,7 +174,7 @@ class ModelBinding:
             )
 
     def answered(self) -> None:
-        """Notes that the keys arrived in kvfold's attention."""
+        """Notes that all layers' keys arrived in kvfold's attention."""
         self.waiting = False
 
     def __getstate__(self) -> dict[str, Any]:

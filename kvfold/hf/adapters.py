@@ -94,8 +94,6 @@ def active_adapters(model: nn.Module) -> tuple[str, ...]:
 
     All of PEFT's layers in a model have the same ones, so the first tells.
     """
-    if not hasattr(model, "peft_config"):
-        return ()
     return next((in_effect(module) for module in model.modules() if _is_layer(module)), ())
 
 

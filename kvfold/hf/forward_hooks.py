@@ -21,7 +21,7 @@ from kvfold.errors import KvfoldError
 from kvfold.hf import rope_deltas
 from kvfold.hf.lookups import check_forward, learned_positions
 from kvfold.hf.rope_lengths import serialize
-from kvfold.hf.versions import CACHE, CACHE_NAMES, given_cache
+from kvfold.hf.versions import CACHE, CACHE_NAMES
 
 
 class ToldOfForwards(ABC):
@@ -74,11 +74,12 @@ def watch(model: nn.Module) -> None:
     """Installs the hooks on `model`, once."""
     if model not in _watched:
         names = tuple(inspect.signature(model.forward).parameters)
+        own = next((name for name in CACHE_NAMES if name in names), CACHE)
         holders = rope_deltas.holders(model)
-        before = partial(_before, names, learned_positions(model), holders)
+        before = partial(_before, names, own, learned_positions(model), holders)
         _watched[model] = [
             model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(partial(_after, holders), with_kwargs=True),
+            model.register_forward_hook(partial(_after, own, holders), with_kwargs=True),
             *serialize(model),
         ]
 
@@ -91,6 +92,7 @@ def unwatch(model: nn.Module) -> None:
 
 def _before(
     names: tuple[str, ...],
+    own: str,
     limit: int | None,
     holders: tuple[nn.Module, ...],
     model: nn.Module,
@@ -99,14 +101,15 @@ def _before(
 ) -> tuple[Any, dict[str, Any]] | None:
     """Tells the cache that a forward begins; gives the forward what it must be given otherwise.
 
-    `names` are those of its arguments, `limit` that of `learned_positions`, `holders` as in
-    `rope_deltas`. Raises KvfoldError for tokens, positions or a mask that cannot be.
+    `names` are those of its arguments, `own` that of its cache, `limit` that of
+    `learned_positions`, `holders` as in `rope_deltas`. Raises KvfoldError for tokens, positions or
+    a mask that cannot be.
     """
     renamed = None
     if len(args) > 1 or kwargs.keys() - names:
-        renamed = _named(names, args, kwargs)
+        renamed = _named(names, own, args, kwargs)
         args, kwargs = renamed or (args, kwargs)
-    cache = given_cache(kwargs)
+    cache = kwargs.get(own)
     if not isinstance(cache, ToldOfForwards):
         return None
     ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
@@ -141,7 +144,7 @@ def _before(
 
 
 def _named(
-    names: tuple[str, ...], args: Any, kwargs: dict[str, Any]
+    names: tuple[str, ...], own: str, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     """What came by position, or under the cache's other name, by the forward's own names.
 
@@ -154,7 +157,6 @@ def _named(
         return None
     if len(caches) > 1:
         raise KvfoldError("cache= and past_key_values= are one argument: give one of them")
-    own = next((name for name in CACHE_NAMES if name in names), CACHE)
     others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
     return args, others | {own: caches[0]}
 
@@ -196,10 +198,15 @@ def _check_positions(cache: ToldOfForwards, places: Any) -> None:
 
 
 def _after(
-    holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    own: str,
+    holders: tuple[nn.Module, ...],
+    model: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    output: Any,
 ) -> None:
     """Tells the cache that a forward has returned; gives the caller the logits that it keeps."""
-    cache = given_cache(kwargs)
+    cache = kwargs.get(own)
     if not isinstance(cache, ToldOfForwards):
         return
     ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -43,6 +44,23 @@ def test_a_cache_with_another_model_that_was_never_enabled_is_refused(read):
         Reader(model, cache)(ids[:, :read])
     with pytest.raises(UnsupportedModel, match="kvfold's attention"):
         Reader(other, cache)(ids[:, read:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_single_layer_that_attends_without_kvfold_is_refused(family):
+    ids = prompts((34,))[0]
+    own = CompressedCache(build(family), "knorm", 20)
+    for layer in set(range(len(own.layers))) - own.other_layers().keys():
+        model = build(family)
+        cache = CompressedCache(model, "knorm", 20)
+        read = Reader(model, cache)
+        read(ids[:, :32])
+        attention = model.model.layers[layer].self_attn
+        attention.config = copy.copy(attention.config)
+        attention.config._attn_implementation = "sdpa"
+        with pytest.raises(UnsupportedModel, match="kvfold's attention"):
+            for token in ids[:, 32:].split(1, 1):  # that the last layer did shows in the next read
+                read(token)
 
 
 def test_a_cache_does_not_keep_its_model_alive():

@@ -72,7 +72,7 @@ class StaticRagged(StaticLayer):
         """
         layer = self.layer
         # An error from here on leaves keys without their values, or one layer of a pair alone.
-        layer.binding.asked(first=False, level=True)
+        layer.binding.asked()
         keys, values = layer.update(call.key, call.value)
         layer.leave_out_ended()
         stored = self.store.segments()
