@@ -9,9 +9,9 @@ as at a prefill's end (`evict_after_token`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import lru_cache, partial
-from typing import TypeVar
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,20 +24,27 @@ from kvfold.kernels.gather import joined
 from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.base import rounds_hold
-from kvfold.methods.stages.merge.base import Leaving
+from kvfold.methods.stages.merge.base import Leaving, MergeStages
 from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
 from kvfold.methods.stages.when import Hold
-from kvfold.observers.call import AttentionCall, PredictedEviction
+from kvfold.observers.call import AttentionCall
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums, RunningSums
 from kvfold.store.dense import DenseStore
-from kvfold.store.entry_norms import norms_of
+from kvfold.store.entry_norms import On, norms_of
 
 Calls = dict[LayerState, AttentionCall]
 Stores = dict[LayerState, DenseStore]
 Entries = dict[LayerState, tuple[Tensor, Tensor]]  # keys and values
 # Forced ends and stored heads; KV heads, holes or none, shape and device of the rows
 RowKind = tuple[tuple[int, int] | None, int, int, bool, torch.Size, torch.device]
-Kind = TypeVar("Kind", bound=Hashable)
+
+
+class RowsAlike(NamedTuple):
+    """Layers whose attention rows have one shape, these rows, and the masks of their holes."""
+
+    states: list[LayerState]
+    rows: list[Tensor]  # [B, Hq, 1, T]
+    hidden: list[Tensor]  # [B, H, T], −∞ at holes, 0 elsewhere; none if they have no holes
 
 
 def evicts_one(state: LayerState, new: int) -> bool:
@@ -62,15 +69,14 @@ def evicts_one(state: LayerState, new: int) -> bool:
     return valid is None or bool(valid[:, -1].all())
 
 
-def predicted_slot(state: LayerState, call: AttentionCall, store: DenseStore) -> int | None:
+def predicted_slot(state: LayerState, call: AttentionCall, merge: MergeStages) -> int | None:
     """The slot most likely to be evicted: the newest entry outside the recent window, which has had
     the least time to receive attention.
 
-    None where the merge stage does not ask for the products of its key with all keys, or where the
-    kernel cannot give them: entries are compared in float32, without a softcap.
+    None where `merge` does not ask for the products of its key with all keys, or where the kernel
+    cannot give them: entries are compared in float32, without a softcap.
     """
-    merge = state.plan.stages.merge
-    if merge is None or merge.norms != "keys" or call.logits.get("softcap") is not None:
+    if merge.norms != "keys" or call.logits.get("softcap") is not None:
         return None
     ends, stored = state.forced_ends(), call.key.shape[2]
     if ends is None or sum(ends) >= stored or state.plan.caches_latents:
@@ -95,21 +101,19 @@ def evict_one(calls: Calls) -> None:
     than one.
     """
     stores: Stores = {}
-    evictions = {state: state.evictions + 1 for state in calls}
+    evictions = {}
     for state in calls:
-        store = state.store
-        assert isinstance(store, DenseStore)
-        stores[state] = store
+        assert isinstance(state.store, DenseStore)
+        stores[state], evictions[state] = state.store, state.evictions + 1
     slots = _leaving_slots(calls, stores)
-    stages = next(iter(slots)).plan.stages
+    hidden, merging = {}, {}
     for state, slot in slots.items():
-        stores[state].drop(slot)
-    merge, merging = stages.merge, {state: state.merging for state in slots}
+        hidden[state], merging[state] = stores[state].drop(slot), state.merging
+    merge = next(iter(slots)).plan.stages.merge
     if merge is not None and merge.one is not None:
-        entries = {state: stores[state].dense() for state in slots}
-        for alike in _grouped(slots, partial(_entry_kind, entries)).values():
-            changes = merge.one(_merge_inputs(alike, slots, calls, stores, entries))
-            for state, change in zip(alike, changes, strict=True):
+        for entries in _entries_alike(slots, stores):
+            inputs = _merge_inputs(entries, slots, hidden, calls, stores, merge.norms)
+            for state, change in zip(entries, merge.one(inputs), strict=True):
                 stores[state].change(change.slot, change.keys, change.values, change.norms)
                 merging[state] = change.state
     for state in slots:
@@ -124,29 +128,36 @@ def evict_one(calls: Calls) -> None:
 def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
     """Slots `[B, H, 1]` of each layer's evicted entries."""
     slots: dict[LayerState, Tensor] = {}
-    groups = _grouped(calls, partial(_row_kind, calls, stores))
-    for (ends, heads, *_), alike in groups.items():
+    for (ends, heads, *_), alike in _rows_alike(calls, stores).items():
+        states = alike.states
         if ends is None:
-            slots |= {state: _leaving_slot(state, calls[state]) for state in alike}
+            slots |= {state: _leaving_slot(state, calls[state]) for state in states}
             continue
         scores = _scores(alike, calls, heads)
         # Scores shared by all heads: their holes are the same, so decide once.
         differing = heads if scores.stride(1) else 1
-        masks = [m[:, :differing] for state in alike if (m := stores[state].hidden) is not None]
-        hidden = joined(masks) if masks else None
-        chosen = leaving_between(alike[0].plan.stages, scores[:, :differing], hidden, *ends)
+        hidden = joined(alike.hidden)[:, :differing] if alike.hidden else None
+        chosen = leaving_between(states[0].plan.stages, scores[:, :differing], hidden, *ends)
         chosen = chosen.expand(-1, heads, -1)
-        slots |= zip(alike, chosen.chunk(len(alike)), strict=True)
+        slots |= zip(states, chosen.chunk(len(states)), strict=True)
     return slots
 
 
-def _row_kind(calls: Calls, stores: Stores, state: LayerState) -> RowKind:
-    """The properties that layers share when their attention rows can be joined."""
-    call, store = calls[state], stores[state]
-    row, each = call.row, call.key.shape[1]
-    assert row is not None
-    heads = store.keys.shape[1] if state.plan.caches_latents else each
-    return state.forced_ends(), heads, each, store.holes, row.shape, row.device
+def _rows_alike(calls: Calls, stores: Stores) -> dict[RowKind, RowsAlike]:
+    """Layers whose attention rows can be joined, by what they have in common."""
+    groups: dict[RowKind, RowsAlike] = {}
+    for state, call in calls.items():
+        store, row, each = stores[state], call.row, call.key.shape[1]
+        assert row is not None
+        heads = store.keys.shape[1] if state.plan.caches_latents else each
+        kind = state.forced_ends(), heads, each, store.holes, row.shape, row.device
+        alike = groups.setdefault(kind, RowsAlike([], [], []))
+        alike.states.append(state)
+        alike.rows.append(row)
+        hidden = store.hidden
+        if hidden is not None:
+            alike.hidden.append(hidden)
+    return groups
 
 
 def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
@@ -158,20 +169,21 @@ def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
     return leaving(state.plan.stages, observation, positions, protected, state.capacity)
 
 
-def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
+def _scores(alike: RowsAlike, calls: Calls, heads: int) -> Tensor:
     """Finite scores `[L·B, H, T]` of the entries of L layers of one shape."""
-    stages, key = alike[0].plan.stages, calls[alike[0]].key
+    states = alike.states
+    stages, key = states[0].plan.stages, calls[states[0]].key
     needs = stages.needs
     squares = ColumnSquares in needs.by_kind
     alone = not needs.only_attention or squares or needs.beyond_attention
-    if alone or key.shape[1] != heads or not alike[0].observers.only_sums:
-        seen = [_observed_row(state, calls[state]) for state in alike]
+    if alone or key.shape[1] != heads or not states[0].observers.only_sums:
+        seen = [_observed_row(state, calls[state]) for state in states]
         return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
-    rows = joined([row for state in alike if (row := calls[state].row) is not None])
+    rows = joined(alike.rows)
     sums = None
     if ColumnSums in needs.by_kind:
         sums = mean_of_heads(rows, heads)
-        for state, of_layer in zip(alike, sums.chunk(len(alike)), strict=True):
+        for state, of_layer in zip(states, sums.chunk(len(states)), strict=True):
             running = state.observers.by_kind[ColumnSums]
             assert isinstance(running, RunningSums)
             running.add_stored(of_layer)
@@ -227,61 +239,43 @@ def _merges_one(state: LayerState) -> bool:
     return state.capacities()[0] > 0
 
 
-def _merge_inputs(
-    alike: list[LayerState],
-    slots: dict[LayerState, Tensor],
-    calls: Calls,
-    of_states: Stores,
-    entries: Entries,
-) -> list[Leaving]:
-    """Inputs of the merge stage for layers whose entries have one shape."""
-    stores, held = [of_states[state] for state in alike], [entries[state] for state in alike]
-    merge = alike[0].plan.stages.merge
-    of = None if merge is None else merge.norms
-    norms: Sequence[Tensor | None] = [None] * len(alike)
-    if of is not None:
-        measured = [keys if of == "keys" else values for keys, values in held]
-        newest = norms_of(joined([each[:, :, -1:] for each in measured])).chunk(len(alike))
-        each = zip(stores, measured, newest, strict=True)
-        norms = [store.norms(rows, norm) for store, rows, norm in each]
-    chosen = [slots[state] for state in alike]
-    products = _products([calls[state].predicted for state in alike], chosen)
-    inputs = []
-    for i, (state, store) in enumerate(zip(alike, stores, strict=True)):
-        hidden = store.hidden
-        assert hidden is not None
-        beside = state.merging, norms[i], products[i]
-        inputs.append(Leaving(*held[i], hidden, chosen[i], *beside))
-    return inputs
-
-
-def _products(
-    predicted: list[PredictedEviction | None], slots: list[Tensor]
-) -> list[Tensor | None]:
-    """Products of all keys with the evicted key, for layers whose slots were all predicted."""
-    if not any(predicted):
-        return [None] * len(slots)
-    chosen = joined(slots).view(len(slots), -1).tolist()
-    return [
-        each.products if each is not None and set(of_layer) == {each.slot} else None
-        for each, of_layer in zip(predicted, chosen, strict=True)
-    ]
-
-
-def _entry_kind(entries: Entries, state: LayerState) -> tuple[object, ...]:
-    """Shapes, dtype and device that layers must have in common so that they merge together."""
-    keys, values = entries[state]
-    return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
-
-
-def _grouped(
-    states: Iterable[LayerState], kind: Callable[[LayerState], Kind]
-) -> dict[Kind, list[LayerState]]:
-    """Layers by their kind."""
-    groups: dict[Kind, list[LayerState]] = {}
+def _entries_alike(states: Iterable[LayerState], stores: Stores) -> Iterable[Entries]:
+    """Entries of layers that merge together: their shapes, dtype and device are the same."""
+    groups: dict[object, Entries] = {}
     for state in states:
-        groups.setdefault(kind(state), []).append(state)
-    return groups
+        keys, values = stores[state].keys, stores[state].values
+        kind = keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
+        groups.setdefault(kind, {})[state] = keys, values
+    return groups.values()
+
+
+def _merge_inputs(
+    entries: Entries,
+    slots: dict[LayerState, Tensor],
+    hidden: dict[LayerState, Tensor],
+    calls: Calls,
+    stores: Stores,
+    of: On | None,
+) -> list[Leaving]:
+    """Inputs of the merge stage, with norms `of` keys or of values, for layers of one shape."""
+    newest, chosen, predicted = [], [], False
+    for state, (keys, values) in entries.items():
+        newest.append((keys if of == "keys" else values)[:, :, -1:])
+        chosen.append(slots[state])
+        predicted |= calls[state].predicted is not None
+    norms = None if of is None else norms_of(joined(newest)).chunk(len(entries))
+    at = torch.cat(chosen).view(len(entries), -1).tolist() if predicted else []
+    inputs = []
+    for i, (state, (keys, values)) in enumerate(entries.items()):
+        norm = products = None
+        if norms is not None:
+            norm = stores[state].norms(keys if of == "keys" else values, norms[i])
+        expected = calls[state].predicted
+        if expected is not None and set(at[i]) == {expected.slot}:
+            products = expected.products
+        beside = hidden[state], slots[state], state.merging, norm, products
+        inputs.append(Leaving(keys, values, *beside))
+    return inputs
 
 
 @lru_cache(maxsize=8)

@@ -198,7 +198,8 @@ class CompressedLayer(CacheLayerMixin):
             add_repeated(state, call, repeating, self._counted(call))
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
             assert isinstance(store, DenseStore)
-            predicted = predicted_slot(state, call, store)
+            merge = state.plan.stages.merge
+            predicted = None if merge is None else predicted_slot(state, call, merge)
             out, call = attend_and_watch_row(call, store, seen, mask, predicted)
         elif repeating is not None and repeating.scored is not None:
             scored = repeating.scored.to(call.query.device)

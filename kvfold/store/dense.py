@@ -115,9 +115,12 @@ class DenseStore(Store):
         """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; None if there are no holes."""
         if not self.holes:
             return None
+        if self._hidden is None:
+            self._hidden = HolesMask(self.columns < 0, self.keys.dtype)
         # Read three times in a step: only the first time is the shown part too short.
-        shown = None if self._hidden is None else self._hidden.shown
-        return shown if shown is not None and shown.size(2) == self._keys.length else self._hiding()
+        shown, length = self._hidden.shown, self._keys.length
+        same = shown is not None and shown.size(2) == length
+        return shown if same else self._hidden.first(length)
 
     def norms(self, entries: Tensor, newest: Tensor) -> Tensor:
         """Norms `[B, H, T]` of keys or values, float32, of which `newest [B, H, 1]` is the last.
@@ -129,15 +132,6 @@ class DenseStore(Store):
             self._norms = GrowingBuffer(norms_of(entries))
             return self._norms.rows
         return self._norms.append(newest)
-
-    def _hiding(self) -> Tensor:
-        """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; made anew if its room is full."""
-        if self._hidden is not None:
-            shown = self._hidden.first(self._keys.length)
-            if shown is not None:
-                return shown
-        self._hidden = HolesMask(self.columns < 0, self.keys.dtype)
-        return self._hidden.rows
 
     def _mark(self) -> None:
         """Sets the columns of new holes to −1; deferred, as a decode step does not need it."""
@@ -192,15 +186,18 @@ class DenseStore(Store):
         """Buffers of keys and values with room for `room` entries: write there, then append."""
         return self._keys.reserve(room), self._values.reserve(room)
 
-    def drop(self, slot: Tensor) -> None:
-        """Evicts one entry of each head, at `slot [B, H, 1]`: a hole, nothing is moved."""
+    def drop(self, slot: Tensor) -> Tensor:
+        """Evicts one entry of each head, at `slot [B, H, 1]`: a hole, nothing is moved.
+
+        Returns the mask `hidden` with it.
+        """
         if not isinstance(self._columns, EntryColumns):
             self._columns = EntryColumns(self.columns)
-        hidden = self.hidden
-        # Written through the view into the mask's buffer.
-        (self._hiding() if hidden is None else hidden).scatter_(2, slot, -torch.inf)
-        self._marked = False
         self.dead, self.holes = self.dead + 1, True
+        hidden = self.hidden
+        assert hidden is not None
+        self._marked = False
+        return hidden.scatter_(2, slot, -torch.inf)  # through the view, into the mask's buffer
 
     @property
     def crowded(self) -> bool:

@@ -54,14 +54,13 @@ class HolesMask(GrowingBuffer):
         super().__init__(as_added(holes, dtype))
         self.reserve(0)  # fills the room with 0
 
-    def first(self, length: int) -> Tensor | None:
-        """Mask of the first `length` slots `[B, H, length]`; None if it exceeds the buffer."""
-        shown = self.shown
-        if shown is None or shown.size(2) != length:
-            if length > self._buffer.size(2):
-                return None
-            self.length = length
-            shown = self.shown = self._buffer[:, :, :length]
+    def first(self, length: int) -> Tensor:
+        """Mask of the first `length` slots `[B, H, length]`, of which new ones are no holes."""
+        if length > self._buffer.size(2):
+            self._put(self._copied(self.rows, length))
+            self.reserve(0)
+        self.length = length
+        self.shown = shown = self._buffer[:, :, :length]
         return shown
 
     @property

@@ -102,11 +102,11 @@ def test_what_is_foreseen_changes_nothing(expected, family, monkeypatch):
     """Whether products come with attention, are made afterwards, or came for another entry."""
     model, hits = build(family, dtype=torch.float32), []
     ids = torch.randint(5, 190, (1, 130), generator=torch.Generator().manual_seed(5))
-    known = decode._products
+    known = decode._merge_inputs
 
     def foreseen(*args):
         found = known(*args)
-        hits.extend(each is not None for each in found)
+        hits.extend(each.products is not None for each in found)
         return found
 
     def run():
@@ -115,7 +115,7 @@ def test_what_is_foreseen_changes_nothing(expected, family, monkeypatch):
         logits = [model(i, past_key_values=cache).logits for i in ids[:, 90:].split(1, 1)]
         return torch.cat(logits, 1), cache
 
-    monkeypatch.setattr(decode, "_products", foreseen)
+    monkeypatch.setattr(decode, "_merge_inputs", foreseen)
     logits, cache = run()
     assert any(hits) and not all(hits)
     hits.clear()

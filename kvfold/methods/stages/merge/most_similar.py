@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.kernels.gather import joined, take
+from kvfold.kernels.gather import take
 from kvfold.kernels.single_query import products
 from kvfold.methods.stages.merge.base import Change, Eviction, Leaving, MergeStages
 from kvfold.store.entry_norms import On, norms_of
@@ -112,17 +112,17 @@ def merge_one(
         stored, chosen = (each.keys, own[0]) if on == "keys" else (each.values, own[1])
         similarity, slot = _nearest_to_one(stored, chosen, each)
         nearest.append(slot)
-        found.append((similarity, *own, *_entries(each.keys, each.values, slot)))
+        state = each.state
+        before = torch.full_like(similarity, torch.nan) if state is None else state[..., None]
+        found.append((similarity, before, *own, *_entries(each.keys, each.values, slot)))
     # One entry per head: all layers are computed together.
-    similarity, own_key, own_value, kept_key, kept_value = map(joined, zip(*found, strict=True))
+    together = map(torch.cat, zip(*found, strict=True))
+    similarity, before, own_key, own_value, kept_key, kept_value = together
     judged = similarity
     if decide == "head_mean":
         judged = _head_mean(similarity, torch.ones_like(similarity, dtype=torch.bool))
-    threshold = judged
-    before = _states(leaving)
-    if before is not None:
-        moved = torch.lerp(before, judged, beta)
-        threshold = moved.where(before == before, judged)  # NaN: there was none
+    moved = torch.lerp(before, judged, beta)
+    threshold = moved.where(before == before, judged)  # NaN: there was none
     merged = (judged >= threshold)[..., None]
     similarity = _exact(similarity, own_key)[..., None]
     if weights == "softmax":
@@ -132,22 +132,11 @@ def merge_one(
         if weights == "official":
             own_key, own_value = own_key * similarity, own_value * similarity
     keys, values = _blended(kept_key, own_key, share), _blended(kept_value, own_value, share)
-    changed = [keys, values, threshold.squeeze(-1)]
-    if leaving[0].norms is not None:
-        changed.append(norms_of(keys if on == "keys" else values))
     rows = len(nearest[0])
-    by_layer = zip(nearest, *(each.split(rows) for each in changed), strict=True)
-    return [Change(*each) for each in by_layer]
-
-
-def _states(leaving: Sequence[Leaving]) -> Tensor | None:
-    """Thresholds of all layers `[L·B, H, 1]`, NaN for layers without one; None if none has one."""
-    states = [each.state for each in leaving]
-    known = next((state for state in states if state is not None), None)
-    if known is None:
-        return None
-    empty = torch.full_like(known, torch.nan)
-    return joined([empty if state is None else state for state in states])[..., None]
+    changed = [keys.split(rows), values.split(rows), threshold.squeeze(-1).split(rows)]
+    if leaving[0].norms is not None:
+        changed.append(norms_of(keys if on == "keys" else values).split(rows))
+    return list(map(Change, nearest, *changed))
 
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
