@@ -51,14 +51,11 @@ def evicts_one(state: LayerState, new: int) -> bool:
     """True if this forward of `new` tokens is a decode step that evicts one entry of each head."""
     if new > 1 or state.surplus != 1:
         return False
-    stages, phase, valid = state.plan.stages, state.phase, state.sequence.valid
-    if (
-        phase.frozen
-        or phase.layerwise
-        or not (isinstance(stages.when, Hold) or rounds_hold(stages))
-    ):
+    stages, phase, sequence = state.plan.stages, state.phase, state.sequence
+    in_prefill = phase.reading or sequence.seen <= phase.until  # `until`'s own token ends it
+    if in_prefill or phase.frozen or phase.layerwise:
         return False
-    if phase.step(state.sequence.seen, new) != "decode":
+    if not (isinstance(stages.when, Hold) or rounds_hold(stages)):
         return False
     if stages.merge is not None and not _merges_one(state):
         return False
@@ -66,7 +63,7 @@ def evicts_one(state: LayerState, new: int) -> bool:
     unbounded = (forced.sinks or forced.spans) and state.forced_ends() is None
     if unbounded and forced.least > state.capacities()[0]:
         return False  # all entries of a head may be forced
-    return valid is None or bool(valid[:, -1].all())
+    return sequence.valid is None or bool(sequence.valid[:, -1].all())
 
 
 def predicted_slot(state: LayerState, call: AttentionCall, merge: MergeStages) -> int | None:

@@ -190,7 +190,9 @@ class CompressedLayer(CacheLayerMixin):
         needs = state.plan.stages.needs
         if needs.rotated_back:
             check_positions(state, call.query.shape[2], options.get("position_ids"))
-        weights = None
+        weights, logits = None, call.logits
+        plain = mask is None and logits.get("softcap") is None and logits.get("sink_logits") is None
+        alone = plain and call.query.shape[2] == 1
         store, seen, phase = state.store, state.sequence.seen, state.phase
         assert store is not None
         repeating = phase.repeating
@@ -208,10 +210,9 @@ class CompressedLayer(CacheLayerMixin):
             squares = ColumnSquares in needs
             counted = self._counted(call)
             out, call = attend_and_sum(call, store, seen, mask, counted=counted, squares=squares)
-        elif kind == "sdpa" and mask is None and self._shows_all(call):
+        elif kind == "sdpa" and alone and isinstance(store, DenseStore) and store.shows_all:
             # Entries were evicted: there is no stock result to match bit for bit.
-            scale = call.logits["scale"]
-            out = attend_single(call.query, call.key, call.value, scale).transpose(1, 2)
+            out = attend_single(call.query, call.key, call.value, logits["scale"]).transpose(1, 2)
         else:
             out, weights = attend_to_view(
                 module, kind, call, store.view(), seen, mask, options, store.holes
@@ -302,15 +303,6 @@ class CompressedLayer(CacheLayerMixin):
             size_and_evict(state, observation_of(state, call))
         elif stages.encode is not None and not state.stored().is_dense:
             encode_due(state, decoding=True)
-
-    def _shows_all(self, call: AttentionCall) -> bool:
-        """True if a single unmasked query attends to every entry of an evicted dense store."""
-        store = self.state.store
-        assert store is not None
-        if call.query.shape[2] > 1 or store.holes or store.biased or not store.is_dense:
-            return False
-        softcap, sink_logits = call.logits.get("softcap"), call.logits.get("sink_logits")
-        return store.moved and softcap is None and sink_logits is None
 
     def _counted(self, call: AttentionCall) -> Tensor | None:
         """Bool mask `[B, S]` of the call's queries that are tokens; None: all."""

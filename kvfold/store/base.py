@@ -34,16 +34,6 @@ class Store(ABC):
     biased: bool = False  # True if entries have an attention bias
 
     @property
-    def moved(self) -> bool:
-        """True if the column of slot i may differ from i."""
-        return True
-
-    @property
-    def crowded(self) -> bool:
-        """True if so many slots are dead that a copy without them is due."""
-        return False
-
-    @property
     def pairs(self) -> bool:
         """True if two layers share their entries' directions (MiniCache)."""
         return False

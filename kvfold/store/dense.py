@@ -90,9 +90,9 @@ class DenseStore(Store):
         return None if self._columns is None else self._columns.rows
 
     @property
-    def moved(self) -> bool:
-        """True if the column of slot i may differ from i."""
-        return self._columns is not None
+    def shows_all(self) -> bool:
+        """True if entries were evicted, and all that are left count, without a bias."""
+        return self._columns is not None and not self.holes and not self.biased
 
     @property
     def columns(self) -> Tensor:
