@@ -119,7 +119,12 @@ def attend_and_watch_row(
     call: AttentionCall, store: DenseStore, seen: int, mask: Tensor | None, predicted: int | None
 ) -> Observed:
     """Observes a single query's attention weights; with a `predicted` slot, its products too."""
-    hidden = _hidden(call, store, seen, mask)
+    holes, bias = store.hidden, store.bias if store.biased else None
+    hidden = None if holes is None else holes[:, :, None]
+    if mask is not None:
+        hidden = physical_mask(mask, store.stored_columns, call.query, seen)
+    if mask is not None or bias is not None:
+        hidden = _per_group(hidden, bias, call)
     if predicted is None or (mask is not None and mask.shape[1] > 1):
         out, row = attend_with_row(call.query, call.key, call.value, hidden, **call.logits)
         return out.transpose(1, 2), AttentionCall(*call[:4], row)
@@ -145,21 +150,6 @@ def _dense(
         (key, value), columns = store.dense(), store.columns
     stored_mask, bias = physical_mask(mask, columns, call.query, seen), store.bias
     return key, value, stored_mask if bias is None else biased(stored_mask, bias, call.query)
-
-
-def _hidden(
-    call: AttentionCall, store: DenseStore, seen: int, mask: Tensor | None
-) -> Tensor | None:
-    """Additive mask `[B, H or 1, ·, T]` for a single query; None if nothing is added."""
-    bias = store.bias if store.biased else None
-    if mask is None:
-        hidden = store.hidden
-        if bias is not None:
-            return (bias if hidden is None else bias + hidden)[:, :, None]
-        return None if hidden is None else hidden[:, :, None]
-    stored_mask = physical_mask(mask, store.stored_columns, call.query, seen)
-    assert stored_mask is not None
-    return _per_group(stored_mask, bias, call)
 
 
 def _per_group(mask: Tensor | None, bias: Tensor | None, call: AttentionCall) -> Tensor | None:
