@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cold entries that stay in their context file: read by offset, each block checked when first read.
 
-A file that is replaced keeps its readers, as these hold it open; one that is cut short is refused.
+A file that is replaced or deleted keeps its readers, as these hold it open. One that is cut short
+or written to meanwhile is refused.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class HeldFile:
         self.path, self._lock = path, threading.Lock()
         with opened_regular(place) as file:
             self._file = FileIO(os.dup(file.fileno()))
+        self._written = self._last_written()
         size = int.from_bytes(self.read(0, 8), "little")
         self._first, self._header = 8 + size, json.loads(self.read(8, size))
 
@@ -75,13 +77,30 @@ class HeldFile:
         return found
 
     def read_rows(self, offsets: Tensor, out: Tensor) -> None:
-        """Fills `out [n, bytes]`, uint8, with what begins at `offsets [n]`; raises as `read`."""
+        """Fills `out [n, bytes]`, uint8, with what begins at `offsets [n]`.
+
+        Raises ContextFileError for a file that was cut short, or written to since it was opened.
+        """
         if not native.available():
             rows = out.numpy()
             for row, offset in enumerate(offsets.tolist()):
                 rows[row] = memoryview(self.read(offset, out.shape[1]))
         elif not native.read_rows(self._file.fileno(), offsets, out):
             raise self.damaged("it was cut short")
+        self.check_unwritten()  # last, so that no write after the check of a block is missed
+
+    def check_unwritten(self) -> None:
+        """Raises ContextFileError for a file that was written to since it was opened."""
+        if self._last_written() != self._written:
+            raise ContextFileError(
+                f"{self.path} was written to after it was loaded, and entries are read from it: "
+                "load it again"
+            )
+
+    def _last_written(self) -> tuple[int, int]:
+        """Size in bytes, and nanoseconds: they stay where a file is replaced or deleted."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
 
     def damaged(self, how: str) -> ContextFileError:
         """The error for a file that is not as it was."""
@@ -135,6 +154,7 @@ class FileRows:
             rows = min(BLOCK, self.lengths[i] - first)
             found = self._file.read(self._first[i] + first * self._row, rows * self._row)
             if _sum(found) != bytes(self._sums[i][block].tolist()):
+                self._file.check_unwritten()
                 raise self._file.damaged(
                     f"{self._names[i]} was altered in rows {first} to {first + rows - 1}"
                 )

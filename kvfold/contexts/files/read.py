@@ -236,7 +236,8 @@ def _cold(
     """Cold entries of a layer, which stay in the file; takes their sums out of `by_head`."""
     found = {}
     for name in [name for name in saved.by_head if name.endswith(COLD)]:
-        sums = [each.cpu() for each in by_head.pop(name.removesuffix(COLD) + SUMS)]
+        # Copies, as tensors of an open file change with it
+        sums = [each.to("cpu", copy=True) for each in by_head.pop(name.removesuffix(COLD) + SUMS)]
         names = [file.header.same_as.get(n, n) for n in (f"{prefix}{name}.{h}" for h in heads)]
         found[name] = FileRows(file.held, names, sums)
     return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import kvfold
 from kvfold import ContextFileError
@@ -18,7 +20,7 @@ from kvfold.contexts.files.format import opened
 from kvfold.errors import CodecRefusal
 from kvfold.kernels.native import files as native
 from kvfold.store.ragged import RaggedStore
-from tests.helpers.contexts import QUESTION, assert_same, compressed
+from tests.helpers.contexts import DOCUMENT, KINDS, QUESTION, assert_same, compressed
 
 SPECS = ["recall:residual=8,read=0.2", "snapkv + recall:residual=8,read=0.2"]
 
@@ -27,6 +29,11 @@ def saved(model: Any, tokenizer: Any, path: Path, spec: str = SPECS[0]) -> Any:
     context = compressed(model, tokenizer, spec)
     context.save(path)
     return context
+
+
+def aged(path: Path) -> None:
+    """Lets the file look old: a write within the same tick of the clock could not be seen."""
+    os.utime(path, (1, 1))
 
 
 def flip(path: Path, name: str, row: int) -> None:
@@ -91,6 +98,53 @@ def test_a_replaced_file_keeps_its_reader_and_one_cut_short_is_refused(model, to
         cut.ask(QUESTION)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists what is mapped")
+@pytest.mark.parametrize("spec", [*SPECS, "recall:residual=0,sinks=0"])
+def test_nothing_of_a_loaded_file_stays_mapped(model, tokenizer, tmp_path, spec):
+    path = tmp_path / "mapped.ctx"
+    kvfold.compress(model, tokenizer, DOCUMENT, spec, KINDS.get(spec, (None,))[0]).save(path)
+    loaded = kvfold.load(path, model, tokenizer)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, 4096)
+    with pytest.raises(ContextFileError, match="cut short"):
+        loaded.ask(QUESTION)
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_a_file_that_was_written_to_is_refused(model, tokenizer, tmp_path, read_before):
+    path, other = tmp_path / "a.ctx", tmp_path / "b.ctx"
+    saved(model, tokenizer, path)
+    aged(path)
+    loaded = kvfold.load(path, model, tokenizer)
+    if read_before:
+        loaded.ask(QUESTION)  # all blocks that it asks for are checked
+    text = " ".join(reversed(DOCUMENT.split()))
+    kvfold.compress(model, tokenizer, text, SPECS[0]).save(other)
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(ContextFileError, match="written to after it was loaded"):
+        loaded.ask(QUESTION)
+    assert kvfold.load(path, model, tokenizer).ask(QUESTION)
+
+
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_rows_altered_after_they_were_checked_are_refused(tmp_path, monkeypatch, in_cpp):
+    if not in_cpp:
+        monkeypatch.setattr(native, "library", lambda: None)
+    path, tensor = tmp_path / "rows", torch.randn(BLOCK, 8)
+    save_file({"a": tensor}, path)
+    aged(path)
+    rows = FileRows(HeldFile(path, path), ["a"], [sums_of(tensor)])
+    assert torch.equal(rows.segment(0), tensor)
+    path.chmod(0o600)
+    os.link(path, tmp_path / "linked")
+    path.unlink()
+    assert torch.equal(rows.segment(0), tensor)
+    flip(tmp_path / "linked", "a", 3)
+    with pytest.raises(ContextFileError, match="written to after it was loaded"):
+        rows.segment(0)
+
+
 @pytest.mark.parametrize("codec", ["zstd", "kivi4"])
 def test_codecs_are_refused(model, tokenizer, tmp_path, codec):
     context = compressed(model, tokenizer, SPECS[0])
@@ -116,8 +170,6 @@ def test_later_tokens_are_in_memory_beside_the_file(model, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("in_cpp", [True, False])
 def test_rows_are_those_of_the_tensor(tmp_path, monkeypatch, in_cpp):
-    from safetensors.torch import save_file
-
     if not in_cpp:
         monkeypatch.setattr(native, "library", lambda: None)
     tensors = {"a": torch.randn(2 * BLOCK + 3, 8), "b": torch.randn(5, 8), "c": torch.randn(0, 8)}
