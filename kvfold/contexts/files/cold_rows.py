@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import ContextFileError
+from kvfold.kernels.cold import HostRows
 from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.native import files as native
 from kvfold.reading import opened_regular
@@ -162,3 +163,7 @@ class FileRows:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileRows:
         return self  # it never changes, and its file stays open
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled are the rows themselves: their file may be gone where they are read again."""
+        return HostRows.of, ([self.segment(i) for i in range(len(self.lengths))],)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,16 @@ def test_rows_altered_after_they_were_checked_are_refused(tmp_path, monkeypatch,
     flip(tmp_path / "linked", "a", 3)
     with pytest.raises(ContextFileError, match="written to after it was loaded"):
         rows.segment(0)
+
+
+def test_a_pickled_cache_holds_the_entries_of_its_file(model, tokenizer, tmp_path):
+    context = saved(model, tokenizer, tmp_path / "a.ctx")
+    loaded = kvfold.load(tmp_path / "a.ctx", model, tokenizer)
+    pickled = pickle.dumps(loaded.cache)
+    (tmp_path / "a.ctx").unlink()
+    again = pickle.loads(pickled)
+    assert again.stats().cold[:2] == context.cache.stats().cold[:2]
+    assert_same(again, context.cache)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "kivi4"])
