@@ -81,6 +81,8 @@ class OnPolicyReferences:
         own = self._cache.compressed_layers[layer]
         seen = own.get_seq_length()
         try:
-            return self._layers.run(layer, hidden, real, positions, self._cache)
+            out = self._layers.run(layer, hidden, real, positions, self._cache)
+            self._cache.binding.answered()  # by this layer alone
+            return out
         finally:
             own.crop(seen - own.get_seq_length())
