@@ -67,15 +67,21 @@ class HeldFile:
 
     def read(self, offset: int, count: int) -> bytes:
         """So many bytes from an offset on; raises ContextFileError if there are fewer."""
-        if hasattr(os, "pread"):
-            found = os.pread(self._file.fileno(), count, offset)
-        else:  # Windows
-            with self._lock:
-                self._file.seek(offset)
-                found = self._file.read(count)
-        if len(found) < count:
-            raise self.damaged("it was cut short")
+        found = b""
+        while len(found) < count:  # some file systems give less at once
+            piece = self._piece(offset + len(found), count - len(found))
+            if not piece:
+                raise self.damaged("it was cut short")
+            found += piece
         return found
+
+    def _piece(self, offset: int, count: int) -> bytes:
+        """At most so many bytes from an offset on; none at the end of the file."""
+        if hasattr(os, "pread"):
+            return os.pread(self._file.fileno(), count, offset)
+        with self._lock:  # Windows
+            self._file.seek(offset)
+            return self._file.read(count)
 
     def read_rows(self, offsets: Tensor, out: Tensor) -> None:
         """Fills `out [n, bytes]`, uint8, with what begins at `offsets [n]`.

@@ -2,6 +2,7 @@
 // Rows of a file that are read where they lie.
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #ifndef _WIN32
 #include <unistd.h>
@@ -19,10 +20,10 @@ int64_t read_rows(int64_t descriptor, const int64_t* offsets, uint8_t* out, int6
         for (int64_t done = 0; done < size && !missing;) {
             const ssize_t now = pread(int(descriptor), out + i * size + done, size - done,
                                       off_t(offsets[i] + done));
-            if (now <= 0)
-                missing = 1;
-            else
+            if (now > 0)
                 done += now;
+            else if (now == 0 || errno != EINTR)
+                missing = 1;
         }
 #endif
     return missing;

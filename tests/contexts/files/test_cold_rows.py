@@ -179,6 +179,15 @@ def test_later_tokens_are_in_memory_beside_the_file(model, tokenizer, tmp_path):
     assert_same(loaded.cache, context.cache)
 
 
+def test_a_file_system_may_give_less_at_once(tmp_path, monkeypatch):
+    path, tensor, whole = tmp_path / "rows", torch.randn(BLOCK, 8), os.pread
+    save_file({"a": tensor}, path)
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(os, "pread", lambda file, count, at: whole(file, min(count, 7), at))
+    rows = FileRows(HeldFile(path, path), ["a"], [sums_of(tensor)])
+    assert torch.equal(rows.segment(0), tensor)
+
+
 @pytest.mark.parametrize("in_cpp", [True, False])
 def test_rows_are_those_of_the_tensor(tmp_path, monkeypatch, in_cpp):
     if not in_cpp:
