@@ -78,7 +78,6 @@ TESTED_BY = {
     "kernels/full_precision.py": "properties/test_autocast.py",
     "kernels/cold_bytes.py": "kernels/test_cold.py",
     "kernels/logits.py": "kernels/test_reference.py",
-    "kernels/native/files.py": "contexts/files/test_cold_rows.py",
     "kernels/segment_parts.py": "kernels/test_ragged.py",
     "kernels/views.py": "kernels/test_ragged.py",
     "methods/full.py": "methods/test_every_method.py",

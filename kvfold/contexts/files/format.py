@@ -21,7 +21,9 @@ the layer has no such tensor, as nothing was evicted.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -194,7 +196,7 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
     """
     path = Path(path)
     try:
-        with stable_path(path) as place, safe_open(place, framework="pt") as file:
+        with stable_path(path) as place, _of_tensors(place) as file:
             yield ContextFile(path, place, file, place.stat().st_size)
     except (OSError, SafetensorError) as problem:
         raise ContextFileError(
@@ -202,10 +204,23 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
         ) from problem
 
 
+def _of_tensors(place: Path) -> Any:
+    """The safetensors file at `place`; raises OSError, SafetensorError."""
+    try:
+        return safe_open(place, framework="pt")
+    except FileNotFoundError:  # safetensors', whatever the reason is
+        place.open("rb").close()
+        raise
+    except RuntimeError as problem:  # torch's, where it cannot open the file
+        raise OSError(f"{problem}") from problem
+
+
 def _reason_unreadable(path: Path, problem: Exception) -> str:
     """The reason a file cannot be opened, for the error message."""
     if not path.exists():
         return "there is no such file"
+    if os.strerror(errno.EMFILE) in f"{problem}":
+        return "too many files are open: let go of contexts, or raise the limit (ulimit -n)"
     if path.is_file() and not _begins_as_safetensors(path):
         return "it is no context file; make one with `kvfold compress`"
     return f"no whole context: {problem}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -98,6 +99,20 @@ def test_what_is_no_context_is_refused(model, tokenizer, saved, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_too_many_open_files_are_named(saved, left):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # numbers below are taken
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, hard))
+    try:
+        with pytest.raises(ContextFileError, match="too many files are open"):
+            read_header(saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_truncated_and_altered_files_are_refused(model, tokenizer, saved, tmp_path):
     data, path = saved.read_bytes(), tmp_path / "a.kvfold"
     generator = random.Random(0)
