@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions of kvfold. Every message says what is wrong and what to do."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
 
 class KvfoldError(ValueError):
     """Base class of all errors that kvfold raises for bad input or an unsupported setup."""
@@ -28,3 +33,8 @@ class CodecRefusal(KvfoldError):
 
 class ContextFileError(KvfoldError):
     """A context file that is damaged, or was made with another model, method or version."""
+
+    @classmethod
+    def damaged(cls, path: Path, how: str) -> Self:
+        """The error for a damaged file; `how` says what was found."""
+        return cls(f"{path} is damaged, {how}: take another copy, or compress the document again")

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from kvfold.errors import ContextFileError
 from kvfold.kernels.cold import HostRows
 from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.native import files as native
+from kvfold.kernels.views import starts_of
 from kvfold.reading import opened_regular
 
 COLD, SUMS = ".cold", ".sums"  # ends of names of cold entries, and of the sums of their blocks
 BLOCK, SUM = 64, 16  # rows of a block, bytes of its sum
-# By safetensors' names
+# By safetensors' names, of which it has no public table
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -71,7 +73,7 @@ class HeldFile:
         while len(found) < count:  # some file systems give less at once
             piece = self._piece(offset + len(found), count - len(found))
             if not piece:
-                raise self.damaged("it was cut short")
+                raise ContextFileError.damaged(self.path, "it was cut short")
             found += piece
         return found
 
@@ -93,7 +95,7 @@ class HeldFile:
             for row, offset in enumerate(offsets.tolist()):
                 rows[row] = memoryview(self.read(offset, out.shape[1]))
         elif not native.read_rows(self._file.fileno(), offsets, out):
-            raise self.damaged("it was cut short")
+            raise ContextFileError.damaged(self.path, "it was cut short")
         self.check_unwritten()  # last, so that no write after the check of a block is missed
 
     def check_unwritten(self) -> None:
@@ -109,37 +111,58 @@ class HeldFile:
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
-    def damaged(self, how: str) -> ContextFileError:
-        """The error for a file that is not as it was."""
-        return ContextFileError(
-            f"{self.path} is damaged, {how}: take another copy, or compress the document again"
-        )
 
-
+@dataclass(frozen=True, eq=False)
 class FileRows:
-    """Rows `[n, D]` of segments that are tensors of a file, called by their `names`."""
+    """Rows `[n, D]` of segments, each a tensor of a file.
 
-    def __init__(self, file: HeldFile, names: Sequence[str], sums: Sequence[Tensor]) -> None:
-        """`sums` are those of `sums_of`; raises ValueError for tensors that they do not fit."""
-        self._file, self._names, self._sums = file, list(names), list(sums)
+    Args:
+        names: those of the tensors.
+        first: their first bytes `[segments]`.
+        lengths: rows of each.
+        size, dtype: numbers of a row.
+        blocks: where a segment's blocks begin in `sums` and `checked`, `[segments]`.
+        sums: as of `sums_of`, `[all blocks, 16]`.
+        checked: whether a block was read, `[all blocks]`; selections share it.
+    """
+
+    file: HeldFile
+    names: list[str]
+    first: Tensor
+    lengths: list[int]
+    size: int
+    dtype: torch.dtype
+    blocks: Tensor
+    sums: Tensor
+    checked: Tensor
+
+    @classmethod
+    def of(cls, file: HeldFile, names: list[str], sums: Sequence[Tensor]) -> FileRows:
+        """The rows of tensors called `names`, with their `sums`; raises ValueError for a misfit."""
         found = [file.tensor(name) for name in names]
-        self._first, self.lengths = [each[0] for each in found], [each[1] for each in found]
-        (self.size,), (self.dtype,) = {each[2] for each in found}, {each[3] for each in found}
-        blocks = [(-(-count // BLOCK), SUM) for count in self.lengths]
-        if [tuple(each.shape) for each in self._sums] != blocks:
+        lengths = [each[1] for each in found]
+        (size,), (dtype,) = {each[2] for each in found}, {each[3] for each in found}
+        counts = [-(-count // BLOCK) for count in lengths]
+        if [tuple(each.shape) for each in sums] != [(count, SUM) for count in counts]:
             raise ValueError("cold entries and their sums that do not fit together")
-        self._checked = [torch.zeros(count, dtype=torch.bool) for count, _ in blocks]
+        blocks = starts_of(tuple(counts))
+        checked = torch.zeros(sum(counts), dtype=torch.bool)
+        first = torch.tensor([each[0] for each in found])
+        copied = torch.cat([*sums])  # what is mapped changes with the file
+        return cls(file, names, first, lengths, size, dtype, blocks, copied, checked)
 
     @property
     def _row(self) -> int:
         return self.size * self.dtype.itemsize
 
     def at(self, segments: Tensor, places: Tensor) -> Tensor:
-        for i in segments.unique().tolist():
-            self._check(i, (places[segments == i] // BLOCK).unique())
+        blocks = places // BLOCK
+        new = ~self.checked[self.blocks[segments] + blocks]
+        if new.any():
+            for i, block in torch.stack([segments[new], blocks[new]], 1).unique(dim=0).tolist():
+                self._check(i, block)
         out = torch.empty(len(places), self._row, dtype=torch.uint8)
-        offsets = torch.tensor(self._first)[segments] + places * self._row
-        self._file.read_rows(offsets, out)
+        self.file.read_rows(self.first[segments] + places * self._row, out)
         return out.view(self.dtype)
 
     def segment(self, i: int) -> Tensor:
@@ -147,28 +170,31 @@ class FileRows:
         return self.at(torch.full_like(places, i), places)
 
     def select(self, segments: list[int]) -> FileRows:
-        return FileRows(
-            self._file, [self._names[i] for i in segments], [self._sums[i] for i in segments]
+        return replace(
+            self,
+            names=[self.names[i] for i in segments],
+            lengths=[self.lengths[i] for i in segments],
+            first=self.first[segments],
+            blocks=self.blocks[segments],
         )
 
     def nbytes(self) -> ColdBytes:
         return ColdBytes(filed=sum(self.lengths) * self._row)
 
-    def _check(self, i: int, blocks: Tensor) -> None:
-        """Raises ContextFileError, naming the block, for one that is damaged; each is read once."""
-        for block in blocks[~self._checked[i][blocks]].tolist():
-            first = block * BLOCK
-            rows = min(BLOCK, self.lengths[i] - first)
-            found = self._file.read(self._first[i] + first * self._row, rows * self._row)
-            if _sum(found) != bytes(self._sums[i][block].tolist()):
-                self._file.check_unwritten()
-                raise self._file.damaged(
-                    f"{self._names[i]} was altered in rows {first} to {first + rows - 1}"
-                )
-            self._checked[i][block] = True
+    def _check(self, i: int, block: int) -> None:
+        """Raises ContextFileError, naming the rows, for a block of segment i that is damaged."""
+        first = block * BLOCK
+        rows = min(BLOCK, self.lengths[i] - first)
+        found = self.file.read(int(self.first[i]) + first * self._row, rows * self._row)
+        at = int(self.blocks[i]) + block
+        if _sum(found) != bytes(self.sums[at].tolist()):
+            self.file.check_unwritten()
+            where = f"{self.names[i]} was altered in rows {first} to {first + rows - 1}"
+            raise ContextFileError.damaged(self.file.path, where)
+        self.checked[at] = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileRows:
-        return self  # it never changes, and its file stays open
+        return self  # but for `checked` it never changes, and threads write there the same
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled are the rows themselves: their file may be gone where they are read again."""

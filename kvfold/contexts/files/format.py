@@ -166,9 +166,7 @@ class ContextFile:
 
     def damaged(self, how: str) -> ContextFileError:
         """The error for a damaged file; `how` says what was found."""
-        return ContextFileError(
-            f"{self.path} is damaged, {how}: take another copy, or compress the document again"
-        )
+        return ContextFileError.damaged(self.path, how)
 
     def _checked_header(self, found: dict[str, str]) -> Header:
         if FORMAT not in found:

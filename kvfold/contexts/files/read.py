@@ -236,10 +236,9 @@ def _cold(
     """Cold entries of a layer, which stay in the file; takes their sums out of `by_head`."""
     found = {}
     for name in [name for name in saved.by_head if name.endswith(COLD)]:
-        # Copies, as tensors of an open file change with it
-        sums = [each.to("cpu", copy=True) for each in by_head.pop(name.removesuffix(COLD) + SUMS)]
+        sums = [each.cpu() for each in by_head.pop(name.removesuffix(COLD) + SUMS)]
         names = [file.header.same_as.get(n, n) for n in (f"{prefix}{name}.{h}" for h in heads)]
-        found[name] = FileRows(file.held, names, sums)
+        found[name] = FileRows.of(file.held, names, sums)
     return found
 
 

@@ -135,7 +135,7 @@ def test_rows_altered_after_they_were_checked_are_refused(tmp_path, monkeypatch,
     path, tensor = tmp_path / "rows", torch.randn(BLOCK, 8)
     save_file({"a": tensor}, path)
     aged(path)
-    rows = FileRows(HeldFile(path, path), ["a"], [sums_of(tensor)])
+    rows = FileRows.of(HeldFile(path, path), ["a"], [sums_of(tensor)])
     assert torch.equal(rows.segment(0), tensor)
     path.chmod(0o600)
     os.link(path, tmp_path / "linked")
@@ -179,12 +179,26 @@ def test_later_tokens_are_in_memory_beside_the_file(model, tokenizer, tmp_path):
     assert_same(loaded.cache, context.cache)
 
 
+def test_a_block_is_checked_once_for_all_selections(tmp_path, monkeypatch):
+    path, tensors = tmp_path / "rows", {"a": torch.randn(2 * BLOCK, 8), "b": torch.randn(5, 8)}
+    save_file(tensors, path)
+    rows = FileRows.of(HeldFile(path, path), ["a", "b"], list(map(sums_of, tensors.values())))
+    checked, check = [], FileRows._check
+    monkeypatch.setattr(FileRows, "_check", lambda *args: [checked.append(args[1:]), check(*args)])
+    rows.at(torch.tensor([1, 0]), torch.tensor([2, 70]))
+    other = rows.select([1, 0, 0])
+    assert torch.equal(other.segment(1), tensors["a"])
+    for i, name in enumerate("ab"):
+        assert torch.equal(rows.segment(i), tensors[name])
+    assert checked == [(0, 1), (1, 0), (1, 0)]  # the last one is of the selection's segment 1
+
+
 def test_a_file_system_may_give_less_at_once(tmp_path, monkeypatch):
     path, tensor, whole = tmp_path / "rows", torch.randn(BLOCK, 8), os.pread
     save_file({"a": tensor}, path)
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(os, "pread", lambda file, count, at: whole(file, min(count, 7), at))
-    rows = FileRows(HeldFile(path, path), ["a"], [sums_of(tensor)])
+    rows = FileRows.of(HeldFile(path, path), ["a"], [sums_of(tensor)])
     assert torch.equal(rows.segment(0), tensor)
 
 
@@ -196,7 +210,7 @@ def test_rows_are_those_of_the_tensor(tmp_path, monkeypatch, in_cpp):
     path = tmp_path / "rows"
     save_file(tensors, path)
     sums = [sums_of(rows) for rows in tensors.values()]
-    rows = FileRows(HeldFile(path, path), list(tensors), sums)
+    rows = FileRows.of(HeldFile(path, path), list(tensors), sums)
     segments, places = torch.tensor([0, 1, 0, 0]), torch.tensor([130, 4, 0, 64])
     expected = torch.stack([tensors["ab"[i]][at] for i, at in zip(segments, places, strict=True)])
     assert torch.equal(rows.at(segments, places), expected)
@@ -205,7 +219,7 @@ def test_rows_are_those_of_the_tensor(tmp_path, monkeypatch, in_cpp):
     assert other.lengths == [5, 131] and torch.equal(other.segment(0), tensors["b"])
     assert rows.nbytes() == (0, 136 * 32, 0)
     with pytest.raises(ValueError, match="do not fit"):
-        FileRows(HeldFile(path, path), list(tensors), sums[::-1])
+        FileRows.of(HeldFile(path, path), list(tensors), sums[::-1])
     os.truncate(path, path.stat().st_size - 2)
     with pytest.raises(ContextFileError, match="cut short"):
-        FileRows(HeldFile(path, path), ["a", "b"], sums[:2]).segment(1)
+        FileRows.of(HeldFile(path, path), ["a", "b"], sums[:2]).segment(1)
