@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.cold_bytes import ColdBytes
-from kvfold.kernels.views import Flat, starts_of
+from kvfold.kernels.views import starts_of
 
-PIECE = 48  # bits of a row's number, before that of its piece
+PIECE = 48  # bits of a row's number, before that of its piece; as in native/attention.cpp
+_growing = threading.Lock()  # of rooms: only one copy may take one
 
 
 class ColdRows(Protocol):
@@ -38,33 +41,61 @@ class ColdRows(Protocol):
 
 @dataclass(frozen=True)
 class HostRows:
-    """Rows in host memory, pinned where the model is on a GPU."""
+    """Rows in host memory, pinned where the model is on a GPU, with room behind each segment's.
 
-    flat: Flat
+    Immutable but for the room. Copies share it: the first to grow takes it, others copy.
+    """
+
+    rows: Tensor  # [·, D]
+    starts: tuple[int, ...]  # each segment's first row
+    lengths: list[int]
+    taken: list[int]  # rows of each segment that some copy holds, room in use
 
     @classmethod
     def of(cls, segments: list[Tensor]) -> HostRows:
-        """A copy of each segment's rows `[n, D]`."""
+        """A copy of each segment's rows `[n, D]`, without room."""
         rows = torch.cat(segments)
         host = rows.cpu()
-        flat = Flat(host.pin_memory() if rows.is_cuda else host, [len(s) for s in segments])
-        return cls(flat)
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.flat.lengths
+        lengths = [len(segment) for segment in segments]
+        starts = (0, *accumulate(lengths[:-1]))
+        return cls(host.pin_memory() if rows.is_cuda else host, starts, lengths, [*lengths])
 
     def at(self, segments: Tensor, places: Tensor) -> Tensor:
-        return self.flat.rows.index_select(0, starts_of(tuple(self.lengths))[segments] + places)
+        return self.rows.index_select(0, first_rows(self.starts)[segments] + places)
 
     def segment(self, i: int) -> Tensor:
-        return self.flat.segments[i]
+        return self.rows[self.starts[i] : self.starts[i] + self.lengths[i]]
 
     def select(self, segments: list[int]) -> HostRows:
-        return HostRows(self.flat.select(segments))
+        return HostRows.of([self.segment(i) for i in segments])
+
+    def extended(self, newer: list[Tensor]) -> HostRows:
+        """Each segment followed by rows `[n, D]` of the CPU."""
+        lengths = [n + len(rows) for n, rows in zip(self.lengths, newer, strict=True)]
+        with _growing:
+            grown = self if self._has_room(lengths) else self._with_room(2 * max(lengths))
+            grown.taken[:] = lengths
+        for start, end, rows in zip(grown.starts, lengths, newer, strict=True):
+            grown.rows[start + end - len(rows) : start + end] = rows
+        return replace(grown, lengths=lengths)
+
+    def _has_room(self, lengths: list[int]) -> bool:
+        sizes = zip(self.starts, (*self.starts[1:], len(self.rows)), lengths, strict=True)
+        writable = torch.is_inference_mode_enabled() or not self.rows.is_inference()
+        fits = all(end - start >= count for start, end, count in sizes)
+        return self.taken == self.lengths and fits and writable
+
+    def _with_room(self, each: int) -> HostRows:
+        """A copy with room for `each` rows of every segment."""
+        count, size = len(self.lengths), self.rows.shape[1]
+        rows = self.rows.new_empty(count * each, size, pin_memory=self.rows.is_pinned())
+        starts = tuple(range(0, count * each, each))
+        for i, start in enumerate(starts):
+            rows[start : start + self.lengths[i]] = self.segment(i)
+        return HostRows(rows, starts, self.lengths, [*self.lengths])
 
     def nbytes(self) -> ColdBytes:
-        return ColdBytes(self.flat.rows.numel() * self.flat.rows.element_size())
+        return ColdBytes(self.rows.numel() * self.rows.element_size())
 
 
 class Moved:
@@ -77,7 +108,8 @@ class Moved:
 class Cold:
     """Raw entries `[n, D]` of each segment: `old` ones, then the `new` ones that left the tail.
 
-    Immutable but for `moved`. `device` is the model's.
+    Immutable but for `moved`. `device` is the model's. Rows come in two pieces, so that those of a
+    file stay there, and those of a prompt are not copied when later ones come.
     """
 
     old: ColdRows
@@ -97,7 +129,7 @@ class Cold:
 
     def take(self, places: Tensor) -> Tensor:
         """Entries `[R, …, D]` at `places [R, …]` of R segments; zeros where that is below 0."""
-        at, like = places.flatten().cpu(), self.new.flat.rows
+        at, like = places.flatten().cpu(), self.new.rows
         segments = torch.arange(len(places)).repeat_interleave(at.numel() // len(places))
         first = torch.tensor(self.old.lengths)[segments]
         rows = like.new_zeros(len(at), like.shape[1])
@@ -114,6 +146,15 @@ class Cold:
         nothing = [torch.empty(0, size, dtype=dtype)] * len(old.lengths)
         return cls(old, HostRows.of(nothing), device)
 
+    def alike(self, other: Cold) -> bool:
+        """True if the same numbers of rows, as of `pieces`, stand for the same entries in both."""
+        return (
+            type(self.old) is type(other.old)
+            and self.old.lengths == other.old.lengths
+            and self.new.lengths == other.new.lengths
+            and self.new.starts == other.new.starts
+        )
+
     def pieces(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows `[·, D]` of old and of new entries, and the numbers `at` of those that are read.
 
@@ -121,16 +162,16 @@ class Cold:
         name, which have other numbers then.
         """
         if isinstance(self.old, HostRows):
-            return self.old.flat.rows, self.new.flat.rows, at
+            return self.old.rows, self.new.rows, at
         own = (at >> PIECE == 0).nonzero()[:, 0]
         starts, rows = starts_of(tuple(self.old.lengths)), at[own]
         segments = torch.searchsorted(starts, rows, right=True) - 1
         found = self.old.at(segments, rows - starts[segments])
-        return found, self.new.flat.rows, at.index_copy(0, own, torch.arange(len(own)))
+        return found, self.new.rows, at.index_copy(0, own, torch.arange(len(own)))
 
     def note(self, entries: int) -> None:
         """Notes that queries have read so many entries."""
-        rows = self.new.flat.rows
+        rows = self.new.rows
         self.moved.nbytes += entries * rows.shape[1] * rows.element_size()
 
     def segment(self, i: int) -> Tensor:
@@ -139,29 +180,36 @@ class Cold:
 
     def like(self, i: int) -> Tensor:
         """A tensor without numbers, of the shape and dtype of segment i."""
-        rows = self.new.flat.rows
+        rows = self.new.rows
         return torch.empty(self.lengths[i], rows.shape[1], dtype=rows.dtype, device="meta")
 
     def extended(self, newer: Cold) -> Cold:
-        """Each segment followed by that of `newer`; few new entries alone are copied."""
-        parts = [newer.segment(i).cpu() for i in range(len(newer.lengths))]
-        new = HostRows.of([torch.cat([self.new.segment(i), p]) for i, p in enumerate(parts)])
-        return dataclasses.replace(self, new=new)
+        """Each segment followed by that of `newer`, whose rows alone are copied as a rule."""
+        if not any(self.lengths):  # as of keys that begin beside others
+            return replace(newer, moved=self.moved)
+        rows = [newer.segment(i).cpu() for i in range(len(newer.lengths))]
+        return replace(self, new=self.new.extended(rows))
 
     def select(self, segments: list[int]) -> Cold:
         """These segments, in this order."""
         old, new = self.old.select(segments), self.new.select(segments)
-        return dataclasses.replace(self, old=old, new=new)
+        return replace(self, old=old, new=new)
 
     def kept(self, entries: list[Tensor]) -> Cold:
         """A copy of the `entries`, int64 `[n]`, of each segment."""
         made = Cold.of([self.segment(i)[at] for i, at in enumerate(entries)])
-        return dataclasses.replace(made, device=self.device, moved=self.moved)
+        return replace(made, device=self.device, moved=self.moved)
 
     def nbytes(self) -> ColdBytes:
         """Bytes of the entries."""
         old, new = self.old.nbytes(), self.new.nbytes()
         return ColdBytes(old.host + new.host, old.filed + new.filed, self.moved.nbytes)
+
+
+@lru_cache(maxsize=64)
+def first_rows(starts: tuple[int, ...]) -> Tensor:
+    """`starts` as a tensor `[R]`, int64, on the CPU."""
+    return torch.tensor(starts, dtype=torch.int64, device="cpu")
 
 
 def _none_like(segments: list[Tensor]) -> HostRows:

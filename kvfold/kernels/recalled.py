@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.kernels.cold import Cold
+from kvfold.kernels.cold import Cold, first_rows
 from kvfold.kernels.dispatch import KNOWN, packed_path
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.native import attention as native
@@ -223,10 +223,13 @@ def attend_to_recalled(
 
 
 def _is_native(query: Tensor, keys: RecalledKeys, values: RecalledValues) -> bool:
-    """True for a step that the C++ takes: one query of each row, and codes without means."""
+    """True for a step that the C++ takes: one query of each row, and codes without means.
+
+    It reads keys and values by the same numbers of rows.
+    """
     dtype = keys.hot.rows.dtype
     known = packed_path(query, value_size=values.hot.rows.shape[1]) == "native" and dtype in KNOWN
-    return known and keys.codes.means is None
+    return known and keys.codes.means is None and keys.cold.alike(values.cold)
 
 
 def _native_step(
@@ -239,7 +242,8 @@ def _native_step(
     """As `attend_to_recalled` for one query of each row; the tail is attended to by torch."""
     scale, softcap, counts = options["scale"], options.get("softcap"), keys.counts()
     rows = query.reshape(len(counts), -1, query.shape[-1])
-    at, read = native.find_cold(rows, keys.codes, keys.places, counts, keys.cold.old.lengths)
+    pieces = keys.cold.old.lengths, first_rows(keys.cold.new.starts)
+    at, read = native.find_cold(rows, keys.codes, keys.places, counts, *pieces)
     old_keys, new_keys, numbers = keys.cold.pieces(at)
     old_values, new_values, _ = values.cold.pieces(at)
     for part in (keys, values):

@@ -300,14 +300,14 @@ class RaggedStore(Store):
         return self._keys.hot(self.length) if self.encode.recalls else None
 
     def begin_beside(self, old: RaggedStore) -> None:
-        """Lets keys that are encoded from now on have the means of those in `old`."""
-        self._keys.begin_beside(old._keys)
+        """Lets entries that are encoded from now on share what those in `old` do, as a mean."""
+        for mine, theirs in ((self._keys, old._keys), (self._values, old._values)):
+            mine.begin_beside(theirs)
 
     def keep_codes(self, old: RaggedStore, keys: Tensor, values: Tensor) -> None:
         """Keeps the codes that `old` has, as rounding its decoded entries again adds an error.
 
-        `keys` and `values [B, H, T]` are the slots in `old` of each entry's key and value, −1 where
-        that is another one.
+        `keys` and `values [B, H, T]` are each entry's slots in `old`, −1 where that is another one.
         """
         pairs = ((self._keys, old._keys, keys), (self._values, old._values, values))
         alive = (self.columns >= 0).flatten(0, 1)

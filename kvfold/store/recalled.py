@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -18,7 +19,13 @@ from kvfold.kernels.views import Encoded, Flat, Named
 from kvfold.store.encoding import Encode, EntrySize, QueriedKeys, Unencoded
 from kvfold.store.per_token import Quantizing
 
-BITS = (1, 2, 3, 4)
+
+@dataclass(frozen=True)
+class KeyCoding(Quantizing):
+    """Codes of all keys but the `residual` newest; one bit finds keys, though too few to decode."""
+
+    sinks: int = 0
+    key_choices: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,10 @@ class Recalling(Encode):
     recalls: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        if self.bits not in KeyCoding.key_choices:
             raise KvfoldError(f"recall:keys is a number of bits from 1 to 4, not {self.bits}")
-        if self.read <= 0 or (self.read > 1 and self.read != int(self.read)):
+        whole = math.isfinite(self.read) and self.read == int(self.read)
+        if not (0 < self.read <= 1 or (self.read > 1 and whole)):
             raise KvfoldError(
                 f"recall:read is a share above 0 and up to 1, or a whole number, not {self.read}"
             )
@@ -51,11 +59,9 @@ class Recalling(Encode):
             raise KvfoldError(f"recall:residual is 0 or more, not {self.residual}")
 
     @property
-    def _codes(self) -> Quantizing:
-        """The encoding of keys' codes, without raw entries."""
-        made = Quantizing(sinks=0, residual=self.residual, rotate=self.rotate)
-        object.__setattr__(made, "key_bits", self.bits)  # 1 is too few for keys that are decoded
-        return made
+    def codes(self) -> KeyCoding:
+        """The encoding of the keys' codes."""
+        return KeyCoding(self.bits, residual=self.residual, rotate=self.rotate)
 
     def beside_rope(self, rotate: Rotate | None) -> Self:
         return replace(self, rotate=rotate)
@@ -67,7 +73,7 @@ class Recalling(Encode):
         )
 
     def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
-        return self._codes.key_count(entries, encoded, decoding)
+        return self.codes.key_count(entries, encoded, decoding)
 
     def keys(
         self,
@@ -77,7 +83,7 @@ class Recalling(Encode):
         among: Unencoded | None = None,
     ) -> RecalledKeys:
         old = earlier.codes if isinstance(earlier, RecalledKeys) else None
-        codes = self._codes.keys(segments, seen, old, among)
+        codes = self.codes.keys(segments, seen, old, among)
         assert isinstance(codes, RotatedKeys)
         return RecalledKeys(Cold.of(segments), *_none(segments), codes, self.read)
 

@@ -10,7 +10,7 @@ from kvfold import KvfoldError
 from kvfold.kernels.recalled import RecalledKeys
 from kvfold.policies import KeyCodes
 from tests.helpers.caches import start
-from tests.helpers.models import build
+from tests.helpers.models import build, with_key_biases
 
 SPEC = "recall:residual=8,sinks=2,read=0.1"
 
@@ -39,6 +39,51 @@ def test_newer_keys_follow_and_few_are_all_read():
     few = KeyCodes.of(SPEC, keys[:, :, :9])
     assert few.slots(query)[0, 0, 0].tolist() == list(range(9))
     assert once.nbytes == 2 * 40 * (16 * 2 // 8 + 2)
+
+
+def test_keys_with_a_bias_are_found_by_what_they_differ_by():
+    """As in a cache, whose codes leave the shared mean out; without the RoPE they are refused."""
+    model = with_key_biases(build("llama", torch.float64), [1, 3], 40.0)
+    reader = start(model, SPEC, (200,))
+    for state in reader.cache.states:
+        rotate, (keys, _) = state.stored().encode.rotate, state.stored().dense()
+        part = state.stored().segments().keys.encoded
+        assert (
+            rotate is not None and isinstance(part, RecalledKeys) and part.codes.means is not None
+        )
+        query = torch.randn(1, 8, 3, keys.shape[-1], dtype=torch.float64)
+        codes = KeyCodes.of(SPEC, keys, rotate)
+        wanted = part.wanted(query.reshape(len(part.lengths), -1, *query.shape[2:]))
+        got = codes.slots(query)[0]
+        overlap = [
+            len({*a} & {*b}) / len(b)
+            for one, other in zip(got.tolist(), wanted.tolist(), strict=True)
+            for a, b in zip(one, other, strict=True)
+        ]
+        assert min(overlap) > 0.9  # the cache's mean is of keys that are hot as well
+        later = KeyCodes.of(SPEC, keys[:, :, :150], rotate).extended(keys[:, :, 150:])
+        assert later.codes.means.positions.lengths == [200] * 2
+        with pytest.raises(KvfoldError, match="rotate"):
+            KeyCodes.of(SPEC, keys)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 4, 1, 16), (1, 3, 1, 16), (1, 4, 1, 8), (1, 4, 16), (1, 4, 0, 16)],
+    ids=["rows", "heads", "size", "axes", "none"],
+)
+def test_queries_of_other_shapes_are_refused(shape):
+    codes = KeyCodes.of(SPEC, torch.randn(1, 2, 40, 16))
+    with pytest.raises(KvfoldError, match="queries are"):
+        codes.slots(torch.randn(shape))
+    with pytest.raises(KvfoldError, match="keys are"):
+        codes.extended(torch.randn(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 16), (1, 2, 0, 16)])
+def test_keys_of_other_shapes_are_refused(shape):
+    with pytest.raises(KvfoldError, match="keys are"):
+        KeyCodes.of(SPEC, torch.randn(shape))
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "snapkv + recall"])

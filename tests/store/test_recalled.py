@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recalling store encodes, and which options it refuses."""
 
+import math
+
 import pytest
 import torch
 
@@ -31,7 +33,16 @@ def test_entries_are_exact_and_codes_have_their_bits(bits):
 
 @pytest.mark.parametrize(
     "options",
-    [{"bits": 5}, {"bits": 0}, {"read": 0}, {"read": 1.5}, {"read": -1}, {"residual": -1}],
+    [
+        {"bits": 5},
+        {"bits": 0},
+        {"read": 0},
+        {"read": 1.5},
+        {"read": -1},
+        {"read": math.inf},
+        {"read": math.nan},
+        {"residual": -1},
+    ],
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(KvfoldError, match="recall:"):

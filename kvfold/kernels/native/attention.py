@@ -92,14 +92,15 @@ def find_cold(
     places: Flat,
     counts: list[int],
     old: list[int],
+    new: Tensor,
 ) -> tuple[Tensor, list[int]]:
     """Numbers of the rows that `query [R, G, D]` reads, int64, and how many of each segment.
 
     These are its hot rows, then the `counts` of highest product with their codes, ascending: see
-    `attend_to_rows`. Hot ones stand at `places` among all, and `old` are in the first piece.
+    `attend_to_rows`. Hot ones stand at `places` among all, `old` are in the first piece, and
+    segment i's newer ones begin at row `new[i]` of the second.
     """
     lengths = keys.codes.lengths
-    new = tuple(n - m for n, m in zip(lengths, old, strict=True))
     read = [a + b for a, b in zip(places.lengths, counts, strict=True)]
     at = torch.empty(sum(read), dtype=torch.int64, device="cpu")
     hot, starts = tuple(places.lengths), starts_of(tuple(lengths))
@@ -108,7 +109,7 @@ def find_cold(
         keys.asked(query).float().contiguous(),
         *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
         *(starts, _lengths(tuple(lengths)), starts_of(hot), _lengths(hot), places.rows),
-        *(_lengths(tuple(counts)), starts_of(tuple(old)), _lengths(tuple(old)), starts_of(new)),
+        *(_lengths(tuple(counts)), starts_of(tuple(old)), _lengths(tuple(old)), new),
         *(starts_of(tuple(read)), at, *query.shape, keys.bits, PART, torch.get_num_threads()),
     )
     note_operations(query.shape[1] * query.shape[2] * sum(lengths))
