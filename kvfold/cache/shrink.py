@@ -86,7 +86,8 @@ def check_nested(method: Method) -> None:
     if not is_nested(method):
         raise KvfoldError(
             f"{method} does not keep a part of its entries at a smaller budget, so that a "
-            "compressed text cannot be shrunk: leave out keep_scores, and compress the text again"
+            "compressed text cannot be shrunk: leave out keep_scores (--keep-scores), and compress "
+            "the text again"
         )
 
 

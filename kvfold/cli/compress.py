@@ -95,6 +95,7 @@ def command(
         from kvfold.cache.shrink import check_nested
         from kvfold.codecs.codec import codec_of
         from kvfold.contexts.context import check_reusable
+        from kvfold.contexts.files.write import check_packable
         from kvfold.contexts.levelled import level_of
         from kvfold.generation.pieces import check_per_chunk
         from kvfold.jobs.compress import CompressJob, CompressOptions, check_options
@@ -120,6 +121,7 @@ def command(
         level_of(chosen, level)
     if codec is not None:
         codec_of(codec)
+        check_packable(chosen)
     request = CompressOptions(
         chosen,
         limit,

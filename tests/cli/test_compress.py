@@ -219,6 +219,17 @@ def test_what_cannot_be_levelled_is_refused_before_a_model_is_loaded(tmp_path: P
     assert "for one document" in refused(*given[:5], "--budgets", "0.5,0.2", "--method", "knorm")
 
 
+@pytest.mark.parametrize("method", ["recall", "snapkv + recall"])
+def test_a_codec_for_recall_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, method: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT)
+    given = ["compress", "no-such-model", str(text), "--method", method]
+    assert "leave out codec= (--codec)" in refused(*given, "--codec", "zstd")
+    assert "leave out keep_scores (--keep-scores)" in refused(*given, "--keep-scores")
+
+
 def test_one_document_goes_into_a_folder_as_several_do(folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "one.txt", tmp_path / "contexts"
     text.write_text(PROMPT)

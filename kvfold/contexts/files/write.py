@@ -23,7 +23,6 @@ from kvfold.contexts.document import CompressedDocument
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import Coding
-from kvfold.contexts.files.cold_rows import COLD
 from kvfold.contexts.files.format import check_context_place, merged_over_ranks, metadata
 from kvfold.contexts.files.header import (
     BudgetHeader,
@@ -38,7 +37,7 @@ from kvfold.hf.header import ModelHeader, RopeHeader, digest_of, order_metadata
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.kernels.full_precision import full_precision
 from kvfold.kernels.views import Named
-from kvfold.methods.base import is_registered, origins, parse, spelled_out
+from kvfold.methods.base import Method, is_registered, origins, parse, spelled_out
 from kvfold.methods.stages.when import Once
 from kvfold.store.per_token import Quantizing
 from kvfold.store.quantized import Packing
@@ -110,6 +109,8 @@ def save(
     """
     cache = context.cache
     _check(cache)
+    if codec is not None:
+        check_packable(cache.method)
     check_context_place(Path(path))  # before the tensors are copied
     cache.binding.check_model()  # the identities below are those of the time when it was read
     context.check()
@@ -145,7 +146,6 @@ def _write(
     same_as = {name: other for s in by_rank for name, other in s.tensors.same_as.items()}
     coded = None
     if codec is not None:
-        _check_unpacked(headers)
         coding = Coding.of(codec, context.model)  # other ranks may lack its file
         if coding.basis is not None:
             coding.basis.check_entries(entry_shapes(context.model) or ())
@@ -185,12 +185,13 @@ def _write(
         order_metadata(temporary)
 
 
-def _check_unpacked(headers: list[LayerHeader | StockLayerHeader]) -> None:
-    """Raises CodecRefusal for entries that are read from their file one by one."""
-    if any(name.endswith(COLD) for layer in headers for name in layer.by_head):
+def check_packable(method: Method) -> None:
+    """Raises CodecRefusal for a method whose entries are read from their file one by one."""
+    encode = method.stages().encode
+    if encode is not None and encode.recalls:
         raise CodecRefusal(
             "entries of recall are read from their file one by one, and a codec packs them "
-            "together: save it without codec="
+            "together: leave out codec= (--codec)"
         )
 
 
