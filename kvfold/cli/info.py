@@ -23,12 +23,16 @@ def command(
 ) -> None:
     """Show the header of a context file: method, kept entries, and model."""
     with messages(as_json).status("importing torch"):
-        from kvfold.contexts.files.format import read_header
-    header = read_header(context)
+        from kvfold.contexts.files.format import opened
+    with opened(context) as file:
+        header, nbytes, cold = file.header, file.size, file.cold_bytes()
     if as_json:
-        print_json({"bytes": context.stat().st_size, **header.model_dump(exclude={"checksums"})})
+        of_file = {"bytes": nbytes, "cold_bytes": cold}
+        print_json({**of_file, **header.model_dump(exclude={"checksums"})})
         return
-    rows = [*_content(header), ("bytes of the file", size(context.stat().st_size))]
+    rows = [*_content(header), ("bytes of the file", size(nbytes))]
+    if cold:
+        rows.append(("cold bytes of these", size(cold)))
     console().print(table(str(context), "what", "value", rows=rows))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return word_tokenizer()
+
+
+def test_cold_bytes_are_those_that_loading_leaves_in_the_file(model, tokenizer, tmp_path):
+    for method, path in (("recall", tmp_path / "a.kvfold"), ("full", tmp_path / "b.kvfold")):
+        kvfold.compress(model, tokenizer, DOCUMENT, method).save(path)
+        filed = kvfold.load(path, model, tokenizer).stats().cold.filed
+        shown = json.loads(kvfold_command("info", str(path), "--json").output)
+        assert shown["cold_bytes"] == filed and bool(filed) == (method == "recall")
+        said = kvfold_command("info", str(path)).output
+        assert ("cold bytes" in said) == (method == "recall")
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from kvfold.codecs.compression import decompressed_tensor
 from kvfold.contexts.files.bounds import contradiction, excess
-from kvfold.contexts.files.cold_rows import HeldFile
+from kvfold.contexts.files.cold_rows import COLD, HeldFile
 from kvfold.contexts.files.header import Header, LayerHeader, StockLayerHeader
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.header import RopeHeader, digest, digest_of, rope_differences
@@ -128,6 +129,11 @@ class ContextFile:
     def held(self) -> HeldFile:
         """The file, open for as long as this is used: for entries that stay in it."""
         return HeldFile(self._place, self.path)
+
+    def cold_bytes(self) -> int:
+        """Bytes of the entries that stay in the file."""
+        shapes = (shape for name, shape in self._shapes.items() if f"{COLD}." in name)
+        return sum(map(math.prod, shapes)) * int(getattr(torch, self.header.dtype).itemsize)
 
     def length(self, name: str) -> int:
         """Entries of a tensor along its first axis, which is not read; 0 for one without axes."""
