@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvfold.cache.shrink import shrink
@@ -15,7 +15,7 @@ from kvfold.contexts.files.header import TextHeader
 from kvfold.contexts.files.write import save
 from kvfold.errors import CodecRefusal, KvfoldError, ScorerFileError
 from kvfold.serve.context_folder import ContextFolder
-from kvfold.serve.pool import Pool
+from kvfold.serve.pool import UNWRITTEN, Pool
 from kvfold.serve.stored import PrefixKey, Stored
 
 TOKENS, TEXT = "tokens", "text"
@@ -27,7 +27,7 @@ class ContextPool(Pool[Context]):
 
     Files are written with `codec`, or with "zstd" where that refuses a context. With `shrink`, a
     budget, idle contexts that keep scores shrink to it before any moves to disk; a file that is
-    there already holds the larger one, which is what comes back.
+    there already holds the larger one, which is what comes back. Cold entries stay in the file.
     """
 
     noun, prefix = "context", "ctx"
@@ -44,6 +44,49 @@ class ContextPool(Pool[Context]):
     ) -> None:
         super().__init__(load, folder, memory, most, check_wanted)
         self.shrink, self.codec = shrink, codec
+
+    def add(
+        self,
+        value: Context,
+        name: str | None = None,
+        keys: Mapping[str, PrefixKey] | None = None,
+        file: Path | None = None,
+    ) -> Stored[Context]:
+        if file is not None or not value.stats().cold.host:
+            return super().add(value, name, keys, file)
+        name = name or self._new_id()
+        with self._changed:
+            self._check_new(name)
+            self._arriving.add(name)
+        try:
+            filed = self._filed(Stored(name, dict(keys or {}), value, None, True))
+            if filed is not None:
+                return self._added(*filed, name, keys)
+        finally:
+            with self._changed:
+                self._arriving.remove(name)
+        return super().add(value, name, keys)
+
+    def _filed(self, held: Stored[Context]) -> tuple[Context, Path] | None:
+        """The context with its cold entries in the file that is written; None where that fails."""
+        file = self.folder.file(held.id)
+        try:
+            self._save(held, file)
+            return self.load(file), file
+        except UNWRITTEN as problem:
+            log.error("cold entries of context %s stay in memory: %s", held.id, problem)
+            file.unlink(missing_ok=True)
+            return None
+
+    def _added(
+        self, value: Context, file: Path, name: str, keys: Mapping[str, PrefixKey] | None
+    ) -> Stored[Context]:
+        """As `Pool.add`, which removes the file where it raises."""
+        try:
+            return super().add(value, name, keys, file)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
 
     def longest(self, kind: str, data: bytes) -> Stored[Context] | None:
         """The context whose key of `kind` is the longest proper prefix of `data`."""

@@ -84,7 +84,8 @@ class _LiveGauges(Collector):
 def _of_pool(pool: Pool[Value]) -> Iterator[Metric]:
     """Number, bytes and moves of contexts or sessions."""
     noun, held = pool.noun, pool.all()
-    in_memory = sum(one.value is not None for one in held)
+    cold = [one.stats.cold for one in held if one.value is not None]
+    in_memory = len(cold)
     places = GaugeMetricFamily(f"kvfold_{noun}s", f"{noun.title()}s held.", labels=["place"])
     places.add_metric(["memory"], in_memory)
     places.add_metric(["disk"], len(held) - in_memory)
@@ -93,6 +94,14 @@ def _of_pool(pool: Pool[Value]) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         f"kvfold_{noun}_bytes_limit", f"Bytes that {noun}s in memory may take.", pool.memory
     )
+    of_cold = GaugeMetricFamily(
+        f"kvfold_{noun}_cold_bytes",
+        f"Cold bytes of {noun}s in memory, by where these bytes lie.",
+        labels=["place"],
+    )
+    of_cold.add_metric(["memory"], sum(one.host for one in cold))
+    of_cold.add_metric(["disk"], sum(one.filed for one in cold))
+    yield of_cold
     moves = CounterMetricFamily(
         f"kvfold_{noun}_moves", f"{noun.title()}s moved under the memory limit.", labels=["to"]
     )

@@ -59,6 +59,7 @@ class Pool(Generic[Value]):
         self._prefixes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)
         self._held: OrderedDict[str, Stored[Value]] = OrderedDict()
         self._deleted: dict[str, Stored[Value]] = {}
+        self._arriving: set[str] = set()  # ids whose files are written before they are held
 
     # --- look-up ----------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Pool(Generic[Value]):
 
         `keys` are further prefix keys of it, by kind; `file` is a file that holds it already.
         """
-        name = name or f"{self.prefix}-{uuid.uuid4().hex}"
+        name = name or self._new_id()
         known = self._keys(value) | dict(keys or {})
         held = Stored(name, known, value, file, file is None)
         with self._changed:
@@ -193,7 +194,9 @@ class Pool(Generic[Value]):
 
     def _check_new(self, name: str | None, file: Path | None = None) -> None:
         taken = name is not None and (name in self._held or name in self._deleted)
-        if taken or (name is not None and file is None and self.folder.file(name).exists()):
+        if name is not None and file is None:
+            taken |= name in self._arriving or self.folder.file(name).exists()
+        if taken:
             raise ApiError(
                 409, f"there is a {self.noun} {name!r} already", code=f"{self.noun}_exists"
             )
@@ -240,6 +243,9 @@ class Pool(Generic[Value]):
             ) from problem
         self.to_memory += 1
         return value
+
+    def _new_id(self) -> str:
+        return f"{self.prefix}-{uuid.uuid4().hex}"
 
     def _make_room(self, size: int) -> None:
         """Reserves `size` bytes of memory: makes idle ones smaller or moves them to disk, or waits.

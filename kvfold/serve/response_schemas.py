@@ -126,6 +126,13 @@ class ModelList(BaseModel):
     data: list[ModelInfo]
 
 
+class ColdInfo(BaseModel):
+    """Bytes of cold entries of recall: in memory, as a part of `bytes`, and in the file."""
+
+    host: int
+    filed: int
+
+
 class StoredInfo(BaseModel):
     """What the server holds by id; `bytes`: its size in memory."""
 
@@ -137,6 +144,7 @@ class StoredInfo(BaseModel):
     tokens: int
     bytes: int
     bytes_full: int
+    cold: ColdInfo
     place: Literal["memory", "disk"]
 
 

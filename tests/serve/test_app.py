@@ -199,6 +199,20 @@ def test_what_is_counted(server, context):
     assert server.metric(route) == before + 1
 
 
+def test_cold_bytes_are_told_beside_those_in_memory(server):
+    cold = 'kvfold_{}_cold_bytes{{place="{}"}}'.format
+    made = server.create(DOCUMENT, method="recall:residual=8", budget=None)
+    told = server.http.get(f"/v1/contexts/{made}").json()
+    assert told["cold"]["filed"] == server.metric(cold("context", "disk")) > told["bytes"]
+    assert told["cold"]["host"] == server.metric(cold("context", "memory")) == 0
+    server.http.delete(f"/v1/contexts/{made}")
+    began = {"text": DOCUMENT, "method": "snapkv + recall:residual=8", "budget": 400}
+    session = server.http.post("/v1/sessions", json=began).json()
+    assert session["cold"]["host"] == server.metric(cold("session", "memory")) < session["bytes"]
+    assert session["cold"]["filed"] == server.metric(cold("session", "disk")) == 0
+    server.http.delete(f"/v1/sessions/{session['id']}")
+
+
 def test_models(server):
     assert [model.id for model in server.openai.models.list()] == [NAME]
     assert server.openai.models.retrieve(NAME).id == NAME

@@ -20,7 +20,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files.format import read_header
 from kvfold.serve import context_pool
 from kvfold.serve.errors import ApiError
-from kvfold.serve.stored import size_of
+from kvfold.serve.stored import PrefixKey, size_of
 from tests.fitted.fitting.test_scorer import texts
 from tests.helpers.chats import storages
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
@@ -274,21 +274,57 @@ def test_what_a_codec_refuses_is_saved_with_zstd(
         assert f"context {name} is saved with codec zstd: " in caplog.text
 
 
-def test_cold_entries_leave_memory_for_the_file(model, tokenizer, holder, tmp_path, caplog):
-    """They count in memory until then; no codec takes them, and a read file holds them itself."""
+RECALL = "recall:residual=8"
+
+
+def test_cold_entries_stay_in_the_file(model, tokenizer, holder, tmp_path, caplog):
+    """They take no memory, however little there is; and no codec takes them."""
     contexts = holder(3, folder=tmp_path / "named")
     contexts.codec = "kivi4"
-    made = [kvfold.compress(model, tokenizer, DOCUMENT, "recall:residual=8") for _ in range(2)]
-    before, cold = size_of(made[0]), made[0].stats().cold.host
-    contexts.memory = int(1.5 * before)
-    alone = made[0].ask(QUESTION, max_new_tokens=6)
-    for name, context in zip(("c0", "c1"), made, strict=True):
-        contexts.add(context, name)
-    assert in_memory(contexts) == ["c1"] and "context c0 is saved without a codec: " in caplog.text
+    context = kvfold.compress(model, tokenizer, DOCUMENT, RECALL)
+    before, cold = size_of(context), context.stats().cold.host
+    alone = context.ask(QUESTION, max_new_tokens=6)
+    contexts.memory = before - cold
+    held = contexts.add(context, "c0", {"text": PrefixKey.of(b"abc")})
+    assert held.size == contexts.nbytes == before - cold > 0 and held.stats.cold[:2] == (0, cold)
+    assert "context c0 is saved without a codec: " in caplog.text
+    file = tmp_path / "named" / "c0.kvfold"
+    assert read_header(file).text is not None
     with contexts.reading("c0") as loaded:
         assert loaded.ask(QUESTION, max_new_tokens=6) == alone
-        assert size_of(loaded) == before - cold > 0
-        assert loaded.stats().cold.filed == cold
+    contexts.delete("c0")
+    assert not file.exists() and contexts.nbytes == 0
+
+
+def test_cold_entries_that_no_file_takes_stay_in_memory(
+    model, tokenizer, holder, caplog, monkeypatch
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise kvfold.KvfoldError("the disk is full")
+
+    contexts = holder(100)
+    monkeypatch.setattr(context_pool, "save", full)
+    held = contexts.add(kvfold.compress(model, tokenizer, DOCUMENT, RECALL), "c0")
+    assert held.stats.cold.host and held.unwritten and held.file is None
+    assert "cold entries of context c0 stay in memory: the disk is full" in caplog.text
+
+
+def test_a_name_is_taken_while_its_file_is_written(model, tokenizer, holder, made, monkeypatch):
+    contexts, whole = holder(100, most=1), context_pool.save
+    context = kvfold.compress(model, tokenizer, DOCUMENT, RECALL)
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        with pytest.raises(ApiError, match="already"):
+            contexts.add(made[0], "c0")
+        contexts.add(made[1], "c1")
+        whole(*args, **options)
+
+    monkeypatch.setattr(context_pool, "save", meanwhile)
+    with pytest.raises(ApiError, match="holds its 1 contexts"):
+        contexts.add(context, "c0")
+    assert not list(contexts.folder.path.iterdir())  # no file of what is not held
+    contexts.delete("c1")
+    contexts.add(made[0], "c0")
 
 
 def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monkeypatch):

@@ -26,6 +26,7 @@ from kvfold.serve.request_schemas import (
     SessionRequest,
 )
 from kvfold.serve.response_schemas import (
+    ColdInfo,
     ContextDeleted,
     ContextDetail,
     ContextInfo,
@@ -229,6 +230,7 @@ def _stored_fields(held: Stored[Value], model: str) -> dict[str, Any]:
         "tokens": held.stats.seen,
         "bytes": held.size,
         "bytes_full": held.stats.nbytes_full,
+        "cold": ColdInfo(host=held.stats.cold.host, filed=held.stats.cold.filed),
         "place": held.place,
     }
 
