@@ -47,7 +47,8 @@ from kvfold.writing import check_kind
 
 # Incremented when a file of one version would be misread by the other. Files with means of keys
 # beside their codes are CENTRED, others with a codec CODED, those with biases of entries BIASED,
-# and all others stay as they were.
+# and all others stay as they were. Cold entries are in files of any of these: a kvfold that cannot
+# read them lacks the method `recall` as well, and refuses the file by that name.
 VERSION, BIASED, CODED, CENTRED = VERSIONS = "1", "2", "3", "4"
 # Numbers of layers that files have where one is set; others are as before the fields existed.
 LATER = ("turn_end", "next_round", "settled")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kvfold
 from kvfold import ContextFileError
 from kvfold.contexts.files.cold_rows import BLOCK, FileRows, HeldFile, sums_of
-from kvfold.contexts.files.format import opened
+from kvfold.contexts.files.format import FORMAT, VERSION, opened
 from kvfold.errors import CodecRefusal
 from kvfold.kernels.native import files as native
 from kvfold.store.ragged import RaggedStore
@@ -65,6 +66,8 @@ def test_saved_again_and_loaded_in_part(model, tokenizer, tmp_path):
     loaded = kvfold.load(tmp_path / "a.ctx", model, tokenizer)
     loaded.save(tmp_path / "b.ctx")
     assert (tmp_path / "a.ctx").read_bytes() == (tmp_path / "b.ctx").read_bytes()
+    with safe_open(tmp_path / "a.ctx", framework="pt") as file:
+        assert file.metadata()[FORMAT] == VERSION
     part = kvfold.load(tmp_path / "a.ctx", model, tokenizer, heads=slice(1, 2))
     for mine, whole in zip(part.cache.states, loaded.cache.states, strict=True):
         for own, every in zip(mine.stored().dense(), whole.stored().dense(), strict=True):
