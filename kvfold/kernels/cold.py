@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.cold_bytes import ColdBytes
-from kvfold.kernels.views import starts_of
+from kvfold.kernels.per_token import PerTokenEncoded
+from kvfold.kernels.views import Named, starts_of
 
 PIECE = 48  # bits of a row's number, before that of its piece; as in native/attention.cpp
+CODED = "cold_"  # begins the names of quantized entries' parts
 _growing = threading.Lock()  # of rooms: only one copy may take one
 
 
@@ -27,7 +29,7 @@ class ColdRows(Protocol):
         """Rows of each segment."""
 
     def at(self, segments: Tensor, places: Tensor) -> Tensor:
-        """The rows `[n, D]` at `places [n]` of these `segments [n]`, on the CPU."""
+        """The rows `[n, D]` at `places [n]` of these `segments [n]`, which ascend; on the CPU."""
 
     def segment(self, i: int) -> Tensor:
         """All rows `[n, D]` of segment i, on the CPU."""
@@ -98,6 +100,30 @@ class HostRows:
         return ColdBytes(self.rows.numel() * self.rows.element_size())
 
 
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows that are quantized one by one, in host memory; those that are read are decoded."""
+
+    coded: PerTokenEncoded
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.coded.lengths
+
+    def at(self, segments: Tensor, places: Tensor) -> Tensor:
+        counts = segments.bincount(minlength=len(self.lengths)).tolist()
+        return self.coded.kept(list(places.split(counts))).rows
+
+    def segment(self, i: int) -> Tensor:
+        return self.coded.segment(i)
+
+    def select(self, segments: list[int]) -> CodedRows:
+        return CodedRows(self.coded.select(segments))
+
+    def nbytes(self) -> ColdBytes:
+        return ColdBytes(sum(each.numel() * each.element_size() for each in self.coded.tensors()))
+
+
 class Moved:
     """Bytes of cold entries that queries have read; shared by copies of one layer's store."""
 
@@ -121,6 +147,16 @@ class Cold:
     def of(cls, segments: list[Tensor]) -> Cold:
         """A copy of each segment's entries `[n, D]`."""
         return cls(HostRows.of(segments), _none_like(segments), segments[0].device)
+
+    @classmethod
+    def quantized(cls, coded: PerTokenEncoded, device: torch.device) -> Cold:
+        """Entries as codes; those that come later are quantized too."""
+        return cls.filed(CodedRows(coded), device, coded.size, coded.whole.rows.dtype)
+
+    @property
+    def coded(self) -> PerTokenEncoded | None:
+        """The codes of all entries; None for raw ones."""
+        return self.old.coded if isinstance(self.old, CodedRows) else None
 
     @property
     def lengths(self) -> list[int]:
@@ -171,8 +207,9 @@ class Cold:
 
     def note(self, entries: int) -> None:
         """Notes that queries have read so many entries."""
-        rows = self.new.rows
-        self.moved.nbytes += entries * rows.shape[1] * rows.element_size()
+        raw, coded = [self.new.rows], self.coded
+        parts = raw if coded is None else [coded.codes.rows, coded.scales.rows]
+        self.moved.nbytes += entries * sum(each.shape[1] * each.element_size() for each in parts)
 
     def segment(self, i: int) -> Tensor:
         """All entries `[n, D]` of segment i."""
@@ -187,6 +224,8 @@ class Cold:
         """Each segment followed by that of `newer`, whose rows alone are copied as a rule."""
         if not any(self.lengths):  # as of keys that begin beside others
             return replace(newer, moved=self.moved)
+        if self.coded is not None and newer.coded is not None:
+            return replace(self, old=CodedRows(self.coded.extended(newer.coded)))
         rows = [newer.segment(i).cpu() for i in range(len(newer.lengths))]
         return replace(self, new=self.new.extended(rows))
 
@@ -197,8 +236,22 @@ class Cold:
 
     def kept(self, entries: list[Tensor]) -> Cold:
         """A copy of the `entries`, int64 `[n]`, of each segment."""
+        if self.coded is not None:
+            return replace(self, old=CodedRows(self.coded.kept(entries)))
         made = Cold.of([self.segment(i)[at] for i, at in enumerate(entries)])
         return replace(made, device=self.device, moved=self.moved)
+
+    def with_codes_of(self, other: Cold, places: list[Tensor]) -> Cold:
+        """As `Standalone.with_codes_of`; raw entries have none to keep."""
+        if self.coded is None or other.coded is None:
+            return self
+        return replace(self, old=CodedRows(self.coded.with_codes_of(other.coded, places)))
+
+    def named(self) -> Named:
+        """Rows of each segment as "cold"; of quantized ones, their parts as "cold_…"."""
+        if self.coded is None:
+            return {"cold": [self.segment(i) for i in range(len(self.lengths))]}
+        return {CODED + name: parts for name, parts in self.coded.named().items()}
 
     def nbytes(self) -> ColdBytes:
         """Bytes of the entries."""

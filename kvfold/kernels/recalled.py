@@ -97,7 +97,7 @@ class Recalled(Standalone):
         return dataclasses.replace(self, cold=self.cold.kept(entries)).warmed(hot)
 
     def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
-        return self  # raw entries are exact, and codes of the same key are the same
+        return dataclasses.replace(self, cold=self.cold.with_codes_of(other.cold, places))
 
     def tensors(self) -> list[Tensor]:
         """All that is hot."""
@@ -105,9 +105,7 @@ class Recalled(Standalone):
 
     def named(self) -> Named:
         """All tensors by name, one for each segment, cold entries included."""
-        cold = [self.cold.segment(i) for i in range(len(self.lengths))]
-        return {
-            "cold": cold,
+        return self.cold.named() | {
             "places": list(self.places.segments),
             "hot": list(self.hot.segments),
         }
@@ -131,7 +129,8 @@ class RecalledKeys(Recalled):
         return dataclasses.replace(super().kept(entries), codes=self.codes.kept(entries))
 
     def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
-        return dataclasses.replace(self, codes=self.codes.with_codes_of(other.codes, places))
+        codes = self.codes.with_codes_of(other.codes, places)
+        return dataclasses.replace(super().with_codes_of(other, places), codes=codes)
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.codes.tensors()]

@@ -26,21 +26,23 @@ class Recall(Encoder):
     "snapkv + recall" keeps the entries that SnapKV chooses hot, and reads of the others: the budget
     is what stays hot. Nothing is lost, so that a later turn or round chooses among all tokens.
     `read` is a share up to 1, or a number of entries. Codes are TurboQuant's; a bias of the keys is
-    kept exactly, as there. Raises KvfoldError for other bits than 1 to 4, and for a `read` of none.
+    kept exactly, as there. With `cold` bits, cold entries are TurboQuant's codes as well. Raises
+    KvfoldError for other bits, and for a `read` of none.
 
     Near kin: SparQ (arXiv 2312.04985), Loki (2406.02542), Double Sparsity (2408.07092), ShadowKV
     (2410.21465), RetrievalAttention (2409.10516); pages instead of entries, as Quest's
     (2406.10774), find far less here.
     """
 
-    read: float = 0.02  # cold entries that each KV head reads for each query
+    read: float = 0.05  # cold entries that each KV head reads for each query
     keys: int = 2  # bits of a key's channel
     residual: int = 16  # newest entries that stay hot
     sinks: int = 4  # oldest entries that stay hot
+    cold: int = 0  # bits of a cold entry's channel; 0: entries are raw
 
     def encoding(self) -> Recalling:
         self.check_range(0, None, "sinks")
-        return Recalling(bits=self.keys, read=self.read, residual=self.residual)
+        return Recalling(bits=self.keys, read=self.read, residual=self.residual, cold=self.cold)
 
     def stages(self) -> Stages:
         return Stages(encode=self.encoding(), forced=Forced(sinks=self.sinks))

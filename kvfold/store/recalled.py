@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.kernels.cold import Cold, ColdRows
+from kvfold.kernels.cold import CODED, Cold, ColdRows
 from kvfold.kernels.mean_rotation import Rotate
-from kvfold.kernels.per_token import RotatedKeys
+from kvfold.kernels.per_token import PerTokenEncoded, RotatedKeys
 from kvfold.kernels.recalled import RecalledKeys, RecalledValues
 from kvfold.kernels.views import Encoded, Flat, Named
 from kvfold.store.encoding import Encode, EntrySize, QueriedKeys, Unencoded
@@ -33,13 +33,14 @@ class Recalling(Encode):
     """Every entry but the `residual` newest is cold, and found by a code of its key.
 
     Of those that a method chooses there are hot copies, which every query reads, and of the others
-    it reads `read`: a share up to 1, or that many. Raises KvfoldError for other bits than 1 to 4,
-    and for numbers out of range.
+    it reads `read`: a share up to 1, or that many. Cold entries are raw, or have `cold` bits a
+    channel. Raises KvfoldError for other bits than 1 to 4, and for numbers out of range.
     """
 
     bits: int = 2
-    read: float = 0.02
+    read: float = 0.05
     residual: int = 16
+    cold: int = 0
     rotate: Rotate | None = field(default=None, compare=False, repr=False)
     # Cold keys and values that stay in a file, while entries are made of its other tensors
     filed: tuple[ColdRows, ColdRows] | None = field(default=None, compare=False, repr=False)
@@ -55,6 +56,8 @@ class Recalling(Encode):
             raise KvfoldError(
                 f"recall:read is a share above 0 and up to 1, or a whole number, not {self.read}"
             )
+        if self.cold not in (0, *Quantizing.key_choices[:3]):
+            raise KvfoldError(f"recall:cold is 2, 3 or 4 bits, or 0 for raw, not {self.cold}")
         if self.residual < 0:
             raise KvfoldError(f"recall:residual is 0 or more, not {self.residual}")
 
@@ -62,6 +65,13 @@ class Recalling(Encode):
     def codes(self) -> KeyCoding:
         """The encoding of the keys' codes."""
         return KeyCoding(self.bits, residual=self.residual, rotate=self.rotate)
+
+    @property
+    def cold_codes(self) -> Quantizing | None:
+        """The encoding of the cold entries; None: they are raw."""
+        if not self.cold:
+            return None
+        return Quantizing(self.cold, self.cold, sinks=0, residual=0, rotate=self.rotate)
 
     def beside_rope(self, rotate: Rotate | None) -> Self:
         return replace(self, rotate=rotate)
@@ -82,40 +92,73 @@ class Recalling(Encode):
         earlier: Encoded | None,
         among: Unencoded | None = None,
     ) -> RecalledKeys:
-        old = earlier.codes if isinstance(earlier, RecalledKeys) else None
-        codes = self.codes.keys(segments, seen, old, among)
+        known = earlier if isinstance(earlier, RecalledKeys) else None
+        codes = self.codes.keys(segments, seen, known and known.codes, among)
         assert isinstance(codes, RotatedKeys)
-        return RecalledKeys(Cold.of(segments), *_none(segments), codes, self.read)
+        cold = Cold.of(segments)
+        if self.cold_codes is not None:
+            own = among and Unencoded(_on_host(among.keys), _on_host(among.positions))
+            old = known and known.cold.coded
+            coded = self.cold_codes.keys(_on_host(segments), seen, old, own)
+            cold = _quantized(coded, cold.device)
+        return RecalledKeys(cold, *_none(segments), codes, self.read)
 
     def values(self, segments: list[Tensor], earlier: Encoded | None = None) -> RecalledValues:
-        return RecalledValues(Cold.of(segments), *_none(segments))
+        cold = Cold.of(segments)
+        if self.cold_codes is not None:
+            cold = _quantized(self.cold_codes.values(_on_host(segments)), cold.device)
+        return RecalledValues(cold, *_none(segments))
 
     def keys_from(self, parts: Named, size: int) -> RecalledKeys:
         codes = RotatedKeys.from_named(parts, self.bits, self.rotate)
-        cold, places, hot = _parts(parts, None if self.filed is None else self.filed[0])
+        codec = self.cold_codes
+        coded = None if codec is None else codec.keys_from(_of_cold(parts), size)
+        cold, places, hot = _parts(parts, coded, self.filed and self.filed[0])
         if codes.lengths != cold.lengths or any(codes.whole.lengths):
             raise ValueError("codes of other keys than the cold ones")
         return RecalledKeys(cold, places, hot, codes, self.read)
 
     def values_from(self, parts: Named, size: int) -> RecalledValues:
-        return RecalledValues(*_parts(parts, None if self.filed is None else self.filed[1]))
+        codec = self.cold_codes
+        coded = None if codec is None else codec.values_from(_of_cold(parts), size)
+        return RecalledValues(*_parts(parts, coded, self.filed and self.filed[1]))
 
 
-def _parts(parts: Named, filed: ColdRows | None) -> tuple[Cold, Flat, Flat]:
-    """Cold entries, `filed` or in `parts`, and places and rows of the hot ones.
+def _parts(parts: Named, coded: Encoded | None, filed: ColdRows | None) -> tuple[Cold, Flat, Flat]:
+    """Cold entries, `coded`, `filed` or in `parts`, and places and rows of the hot ones.
 
     Raises ValueError for parts that do not fit together.
     """
     places, hot = Flat.of(parts["places"]), Flat.of(parts["hot"])
-    if filed is None:
-        cold = Cold.of(parts["cold"])
-    else:
+    if coded is not None:
+        cold = _quantized(coded, hot.rows.device)
+    elif filed is not None:
         cold = Cold.filed(filed, hot.rows.device, hot.rows.shape[1], hot.rows.dtype)
+    else:
+        cold = Cold.of(parts["cold"])
     of_segments = zip(places.segments, cold.lengths, strict=True)
     fits = places.rows.dtype == torch.long and places.lengths == hot.lengths
     if not fits or any(not _ascend(at, count) for at, count in of_segments):
         raise ValueError("hot entries that are none of the cold ones")
     return cold, places, hot
+
+
+def _quantized(coded: Encoded, device: torch.device) -> Cold:
+    """Cold entries of a model on a `device`; raises ValueError for some that are raw."""
+    assert isinstance(coded, PerTokenEncoded)
+    if any(coded.whole.lengths):
+        raise ValueError("cold entries that are not quantized")
+    return Cold.quantized(coded, device)
+
+
+def _of_cold(parts: Named) -> Named:
+    """The parts of quantized cold entries, under their own names, in host memory."""
+    names = [name for name in parts if name.startswith(CODED)]
+    return {name.removeprefix(CODED): _on_host(parts[name]) for name in names}
+
+
+def _on_host(segments: list[Tensor]) -> list[Tensor]:
+    return [rows.cpu() for rows in segments]
 
 
 def _ascend(places: Tensor, count: int) -> bool:

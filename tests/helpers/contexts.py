@@ -41,6 +41,7 @@ KINDS = {
     TURBO: (None, RaggedStore),
     f"adakv + {TURBO}": (80, RaggedStore),
     "recall:residual=8,read=0.2": (None, RaggedStore),
+    "recall:residual=8,cold=4": (None, RaggedStore),
     "snapkv + recall:residual=8,read=0.2": (40, RaggedStore),
     "think": (None, RaggedStore),
     "minicache": (None, RaggedStore),

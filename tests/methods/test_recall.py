@@ -212,6 +212,30 @@ def test_an_edit_near_the_start_leaves_few_entries_to_encode():
         assert worst(one, other) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lengths", [(64,), PADDED], ids=["alone", "padded"])
+def test_quantized_cold_entries_are_turboquants(dtype, lengths):
+    """All of them read, behind the newest raw ones: through steps, an edit and a turn."""
+    model = build("llama", dtype)
+    mine = start(model, "recall:read=1.0,residual=8,cold=4", lengths)
+    theirs = start(model, "turboquant:keys=4,values=4,sinks=0,residual=8,end_layers=0", lengths)
+    for reader in (mine, theirs):
+        decode(reader, 40)
+        if len(lengths) == 1:
+            reader.cache.drop((10, 20))
+            reader(continuation(1, 40, 7))
+    for one, other in zip(decode(mine, 40), decode(theirs, 40), strict=True):
+        assert worst(one, other) < (1e-9 if dtype == torch.float64 else 1e-3)
+    bits = {1: 16, 2: 32}  # beside a key's codes its scale, and beside a value's a minimum too
+    expected = 0
+    for state in mine.cache.states:
+        part = state.stored().segments()
+        for number, each in enumerate((part.keys, part.values), 1):
+            cold = each.encoded.cold
+            expected += sum(cold.lengths) * (4 * cold.coded.size + bits[number]) // 8
+    assert mine.cache.stats().cold.host == expected
+
+
 def test_bytes_are_hot_cold_and_moved():
     reader = start(model_of(), SPEC)
     cold = reader.cache.stats().cold

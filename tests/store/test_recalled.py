@@ -42,6 +42,8 @@ def test_entries_are_exact_and_codes_have_their_bits(bits):
         {"read": math.inf},
         {"read": math.nan},
         {"residual": -1},
+        {"cold": 1},
+        {"cold": 8},
     ],
 )
 def test_options_out_of_range_are_refused(options):
