@@ -3,8 +3,8 @@
 
 The full cache answers the prompts of long_answers.jsonl; end tokens are not drawn. Each method then
 reads these answers, and its prediction after each token is compared with the full cache's. All
-evict in rounds and keep the prompt beside the budget: only their scores differ. Rows of OUT are not
-measured again.
+evict in rounds and keep the prompt beside the budget: only their scores differ. Recall reads as
+many entries of prompt and answer for each token. Rows of OUT are not measured again.
 
 Tokens whose attention no score reads are read together, frozen: nothing is evicted among them.
 """
@@ -31,6 +31,7 @@ from kvfold.checks.prompts import prompts_of
 from kvfold.contexts.answer import end_tokens
 from kvfold.evidence.records import RecordFile
 from kvfold.loading import Loading, load
+from kvfold.methods.recall import Recall
 from kvfold.observers.column_sums import ColumnSums
 from kvfold.observers.last_queries import window_of
 
@@ -38,7 +39,7 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 METHODS = [
     "random", "streaming_llm_original:decode=append", "knorm", "keydiff", "lagkv",
     "expected_attention", "h2o:decode=append", "scissorhands", "snapkv_decode", "rkv",
-    "triattention",
+    "triattention", "recall",
 ]  # fmt: skip
 BUDGETS = [256, 512]
 INTERVAL, STRETCH = 128, 64  # tokens between rounds; tokens that a number of a record is a mean of
@@ -136,8 +137,7 @@ def measured(
     model: PreTrainedModel, answers: Answers, method: str, budget: int
 ) -> tuple[Tensor, Tensor]:
     """KL and agreement `[B, S]` after each token of the answers, read by one method."""
-    in_rounds = f"{method} + every:interval={INTERVAL},prompt=kept"
-    reading = Reading(model, answers.prompts, in_rounds, budget)
+    reading = Reading(model, answers.prompts, *run_as(method, budget))
     lengths = pieces(reading.cache, answers.ids.shape[1])
     kl, agrees = list[Tensor](), list[Tensor]()
     for ids, full in zip(
@@ -150,10 +150,20 @@ def measured(
     return torch.cat(kl, 1), torch.cat(agrees, 1)
 
 
+def run_as(method: str, budget: int) -> tuple[str, int | None]:
+    """The method and budget to run with: recall's entries are those that a token reads."""
+    if method != "recall":
+        return f"{method} + every:interval={INTERVAL},prompt=kept", budget
+    always = kvfold.parse(method)
+    assert isinstance(always, Recall)
+    return f"recall:read={budget - always.sinks - always.residual}", None
+
+
 def pieces(cache: kvfold.CompressedCache, tokens: int) -> list[int]:
-    """Lengths of pieces: single tokens where scores read the attention of their queries."""
-    needs = cache.method.stages().needs
-    single = INTERVAL if ColumnSums in needs else min(INTERVAL, max(1, window_of(needs)))
+    """Lengths of pieces: single tokens where scores read their attention, or entries go cold."""
+    stages = cache.method.stages()
+    needs, recalls = stages.needs, stages.encode is not None and stages.encode.recalls
+    single = INTERVAL if ColumnSums in needs or recalls else min(INTERVAL, max(1, window_of(needs)))
     interval = [INTERVAL - single] * (single < INTERVAL) + [1] * single
     return interval * (tokens // INTERVAL) + [1] * (tokens % INTERVAL)
 

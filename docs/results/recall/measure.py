@@ -35,7 +35,7 @@ FIRST, CONTEXT, READ = 60_000, 900, 120  # characters left out, tokens
 HOT = 2 << PIECE  # number of the first hot row
 METHODS = [
     *[(f"recall:read={read}", None) for read in (0.01, 0.02, 0.05, 0.1)],
-    *[(f"recall:keys={bits}", None) for bits in (1, 3)],
+    *[(f"recall:{option}", None) for option in ("keys=1", "keys=3", "cold=4")],
     *[("snapkv + recall", budget) for budget in (0.05, 0.1)],
     *[(name, budget) for name in ("kvzip", "snapkv") for budget in (0.1, 0.12, 0.2, 0.3)],
 ]
