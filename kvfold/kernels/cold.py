@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cold`: raw entries outside of the model's memory, of which a query reads few."""
+"""`Cold`: entries outside of the model's memory, of which a query reads few."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Cold:
-    """Raw entries `[n, D]` of each segment: `old` ones, then the `new` ones that left the tail.
+    """Entries `[n, D]` of each segment, raw or as codes: `old` ones, then the `new` ones that left the tail.
 
     Immutable but for `moved`. `device` is the model's. Rows come in two pieces, so that those of a
     file stay there, and those of a prompt are not copied when later ones come.
@@ -149,9 +149,15 @@ class Cold:
         return cls(HostRows.of(segments), _none_like(segments), segments[0].device)
 
     @classmethod
+    def holding(cls, old: ColdRows, device: torch.device, size: int, dtype: torch.dtype) -> Cold:
+        """The `old` entries, of `size` numbers each, for a model on a `device`."""
+        nothing = [torch.empty(0, size, dtype=dtype)] * len(old.lengths)
+        return cls(old, HostRows.of(nothing), device)
+
+    @classmethod
     def quantized(cls, coded: PerTokenEncoded, device: torch.device) -> Cold:
         """Entries as codes; those that come later are quantized too."""
-        return cls.filed(CodedRows(coded), device, coded.size, coded.whole.rows.dtype)
+        return cls.holding(CodedRows(coded), device, coded.size, coded.whole.rows.dtype)
 
     @property
     def coded(self) -> PerTokenEncoded | None:
@@ -175,12 +181,6 @@ class Cold:
                 rows[own] = piece.at(segments[own], places_in[own])
         self.note(int((at >= 0).sum()))
         return rows.to(self.device).unflatten(0, places.shape)
-
-    @classmethod
-    def filed(cls, old: ColdRows, device: torch.device, size: int, dtype: torch.dtype) -> Cold:
-        """The `old` entries of a file, of `size` numbers each, for a model on a `device`."""
-        nothing = [torch.empty(0, size, dtype=dtype)] * len(old.lengths)
-        return cls(old, HostRows.of(nothing), device)
 
     def alike(self, other: Cold) -> bool:
         """True if the same numbers of rows, as of `pieces`, stand for the same entries in both."""

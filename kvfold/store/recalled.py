@@ -133,7 +133,7 @@ def _parts(parts: Named, coded: Encoded | None, filed: ColdRows | None) -> tuple
     if coded is not None:
         cold = _quantized(coded, hot.rows.device)
     elif filed is not None:
-        cold = Cold.filed(filed, hot.rows.device, hot.rows.shape[1], hot.rows.dtype)
+        cold = Cold.holding(filed, hot.rows.device, hot.rows.shape[1], hot.rows.dtype)
     else:
         cold = Cold.of(parts["cold"])
     of_segments = zip(places.segments, cold.lengths, strict=True)
