@@ -132,7 +132,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Cold:
-    """Entries `[n, D]` of each segment, raw or as codes: `old` ones, then the `new` ones that left the tail.
+    """Entries `[n, D]` of each segment, raw or as codes: `old` ones, then `new` ones of the tail.
 
     Immutable but for `moved`. `device` is the model's. Rows come in two pieces, so that those of a
     file stay there, and those of a prompt are not copied when later ones come.
