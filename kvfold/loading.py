@@ -221,7 +221,7 @@ def _check_place(name: str, what: str) -> None:
 
 
 def _near(name: str) -> str:
-    """What to say of a name that is nearly that of a model beside it, or the bundled one's."""
+    """Words on a name that is nearly that of a model beside it, or the bundled one's."""
     path = Path(name)
     with suppress(OSError, ValueError):
         beside = path.parent.iterdir() if path.parent.is_dir() else ()

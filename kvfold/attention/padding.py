@@ -46,7 +46,7 @@ class ColumnsRead:
         return (was != now) & (moves | (columns < self.settled))
 
     def contradiction(self, row: int, column: int) -> str:
-        """What a mask contradicts in a column, and what to do."""
+        """The contradiction of a mask in a column, in words, and what to do."""
         where = f"row {row}, column {column}"
         if not self.tokens[row, column]:
             return (

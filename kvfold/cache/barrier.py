@@ -29,7 +29,7 @@ class EvictionDue(NamedTuple, Generic[Layer]):
 
 
 class Queue(Generic[T]):
-    """What has arrived at a barrier, in its order."""
+    """Arrivals at a barrier, in their order."""
 
     def __init__(self) -> None:
         self.arrived: list[T] = []

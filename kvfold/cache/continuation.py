@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may follow the columns that a cache has read: prompts that go on from them, and masks."""
+"""Prompts and masks that may follow the columns that a cache has read."""
 
 from __future__ import annotations
 

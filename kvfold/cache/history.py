@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache has read: token ids."""
+"""Token ids that a cache has read."""
 
 from __future__ import annotations
 

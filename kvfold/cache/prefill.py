@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is due when a prefill ends: a layer is brought to its budget, whose sizes are computed here.
+"""Evictions due when a prefill ends: a layer comes to its budget, whose sizes are computed here.
 
 `evict.py` chooses and applies.
 """

@@ -89,7 +89,7 @@ class LayerState:
 
     @property
     def needs(self) -> Needs:
-        """What the layer observes."""
+        """Observations that the layer makes."""
         return self.plan.stages.needs
 
     @property
@@ -102,7 +102,7 @@ class LayerState:
         return self.phase.ids(self.seen, self.stored().keys.device)
 
     def log(self, kind: type[Need[Any]]) -> Any:
-        """What all layers share of an observation."""
+        """The part of an observation that all layers share."""
         return self.phase.logs[kind]
 
     def stay(self) -> None:

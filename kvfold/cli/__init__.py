@@ -100,7 +100,7 @@ def _told() -> Iterator[None]:
 
 
 def _line(problem: Exception) -> str | None:
-    """What is said of refusals, of a lack of memory and of wrong usage; None for any other error.
+    """Words for refusals, for a lack of memory and for wrong usage; None for any other error.
 
     An option that other libraries name otherwise is told kvfold's name.
     """

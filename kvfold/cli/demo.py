@@ -231,7 +231,7 @@ def _share(trials: Sequence[DemoTrial], answers: Sequence[str]) -> str:
 
 
 def _notes(trials: Sequence[DemoTrial], rows: Sequence[DemoRow], long: DemoTrial) -> Group:
-    """How the table is read, what it does not show, and each method's answer to one question."""
+    """Lines below the table: how it is read, what it leaves out, and each method's answer."""
     questions = [question for trial in trials for question in trial.sample.questions]
     number = _answered(_right(trials, rows[0].unknown), _right(trials, rows[0].known))
     question = questions[number]

@@ -111,7 +111,7 @@ def serve(
 def _compress_options(
     method: str, budget: str | None, level: Rule | None, parts: bool
 ) -> CompressOptions:
-    """How texts are compressed on arrival; raises KvfoldError for what vLLM cannot hold."""
+    """Compression of texts on arrival; raises KvfoldError for what vLLM cannot hold."""
     from kvfold.cli.options import checked
     from kvfold.jobs.compress import CompressOptions
     from kvfold.methods.base import parse

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all evidence is told with: records, intervals, tables, pictures, pages and their files."""
+"""Tools of all evidence: records, intervals, tables, pictures, pages and their files."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all figures share: names as they are, bare axes, and files that are replaced as a whole."""
+"""Parts of all figures: names as they are, bare axes, and files that are replaced as a whole."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fitted on a user's texts: its numbers, their files, what reads them, and the fitting."""
+"""Fits on a user's texts: their numbers, files, readers, and the fitting."""

@@ -61,7 +61,7 @@ class Fitted:
         return {letter: size for pair in pairs for letter, size in pair}
 
     def problem(self) -> str | None:
-        """What no fit gives, other shapes or numbers, in words; None if there is nothing."""
+        """The fault of shapes or numbers that no fit gives, in words; None without any."""
         sizes = dict[str, int]()
         for name, tensor in self.tensors.items():
             if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):

@@ -100,7 +100,7 @@ F = TypeVar("F", bound="Fit")
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted: its file, and the number of `texts` that it was fitted on.
+    """A fit: its file, and the number of `texts` that it was fitted on.
 
     `numbers` is its size, `share` that as part of the model's weights.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stages read of a model: files of fits, and parts that users wrote; without transformers."""
+"""Sources of stages: files of fits, and parts that users wrote; without transformers."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _held(layer: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-    """What one of PEFT's layers holds of an adapter, by attribute."""
+    """Parts of an adapter that one of PEFT's layers holds, by attribute."""
     for attribute, held in vars(layer).items():
         if held.__class__ is dict and name in held and attribute[0] != "_":
             yield attribute, held[name]

@@ -159,7 +159,7 @@ def _check_foreign(names: list[str], options: dict[str, Any]) -> None:
 
 
 def _of_prompt(name: str, names: list[str]) -> str:
-    """What to do with a system message, or an argument of the chat template."""
+    """Advice on a system message, or on an argument of the chat template."""
     if name in SYSTEMS and "system" in names:
         return "write system="
     if name not in SYSTEMS and "template" in names:

@@ -88,7 +88,7 @@ class PromptFrame:
         return replace(self, before=self.before + instruction)
 
     def earlier(self, tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
-        """What the template leaves of an earlier answer: Qwen3's shows none of its reasoning.
+        """The part of an earlier answer that the template leaves: Qwen3's leaves no reasoning.
 
         The whole answer where the template leaves no end of it, or refuses it as a text.
         """

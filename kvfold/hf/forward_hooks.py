@@ -146,7 +146,7 @@ def _before(
 def _named(
     names: tuple[str, ...], own: str, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """What came by position, or under the cache's other name, by the forward's own names.
+    """Arguments by the forward's own names: those by position, or under the cache's other name.
 
     A forward swallows a cache under a name that it does not have. None for another's cache.
     """

@@ -60,7 +60,7 @@ class ReadBy:
     rope: bytes
 
     def change(self, now: ReadBy) -> str | None:
-        """What is another `now`, in words; None if nothing is."""
+        """The part that is another `now`, in words; None without any."""
         if self.adapters.names != now.adapters.names:
             return f"was read {self.adapters}, and the model now runs {now.adapters}"
         if self.adapters != now.adapters:
@@ -70,7 +70,7 @@ class ReadBy:
 
 
 def read_by(parts: ModelParts, rope_is_fixed: bool) -> ReadBy:
-    """What a forward of a model reads by now.
+    """The parts that a forward of a model reads by now.
 
     Offloaded and quantized weights are left out: these are not there, or slow to sample, and none
     is trained. RoPE that is not fixed follows the length of the last text.

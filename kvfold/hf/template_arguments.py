@@ -91,7 +91,7 @@ def check_spelled(
 
 
 def date_told(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """What to say of another prefix where the chat template writes the date; else nothing."""
+    """Words on another prefix where the chat template writes the date; else none."""
     template = "" if tokenizer is None else template_text(tokenizer)
     if DATES[0] not in template:
         return ""

@@ -182,7 +182,7 @@ def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
 def _after_death(
     spec: WorkerSpec[J, R], of: _Attempt[J, R]
 ) -> tuple[list[_Attempt[J, R]], list[R]]:
-    """What to try after a worker died, and the results of what is given up."""
+    """Units to try after a worker died, and the results of those that are given up."""
     again, failed = list[_Attempt[J, R]](), list[R]()
     for job in spec.left(of.job, of.results):
         if of.tried < TRIES:

@@ -32,7 +32,7 @@ def starts_of(lengths: tuple[int, ...]) -> Tensor:
 
 
 class Form(NamedTuple):
-    """What a kernel that reads entries as they are encoded must know of them.
+    """Facts that a kernel must know of entries that it reads as they are encoded.
 
     `detail`: the dtype of what stands beside packed codes, or the whole entries of each segment
     where others were quantized one by one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method's file imports: `Method`, `Stages`, and the words in which it names stages.
+"""Names that a method's file imports: `Method`, `Stages`, and the words in which it names stages.
 
 Texts such as "a:x=1 + b" are parsed here, and methods written as texts.
 """

@@ -26,7 +26,7 @@ Rows = Callable[[Tensor], Tensor]  # a copying selection along the batch axis
 
 
 class LayerPlan(Protocol):
-    """What a layer of a model is; see `cache/plan.py`."""
+    """A layer of a model, as observers see it; see `cache/plan.py`."""
 
     @property
     def rotation(self) -> Any:
@@ -44,11 +44,11 @@ class Layer(Protocol):
 
     @property
     def plan(self) -> LayerPlan:
-        """What of it never changes."""
+        """The parts of it that never change."""
 
     @property
     def needs(self) -> Needs:
-        """What is observed."""
+        """The kinds of observation."""
 
     @property
     def seen(self) -> int:
@@ -70,7 +70,7 @@ class Layer(Protocol):
         """Token ids `[B, N]` of all columns, −1 where unknown; None if all are."""
 
     def log(self, kind: type[Need[Any]]) -> Any:
-        """What all layers share of an observation."""
+        """The part of an observation that all layers share."""
 
     def stay(self) -> None:
         """Notes a change that no crop undoes."""
@@ -148,7 +148,7 @@ class Need(Generic[V]):
         raise NotImplementedError
 
     def log(self) -> Log | None:
-        """What all layers of a cache share for it; None if nothing."""
+        """The part that all layers of a cache share; None without any."""
         return None
 
     def joined(self, other: Self) -> Self:

@@ -191,5 +191,5 @@ class Observers:
 
     @property
     def empties(self) -> dict[str, float]:
-        """What stands for an entry without a number, by the names of all numbers."""
+        """The numbers that stand for an entry without one, by name."""
         return {name: empty for each in self._all for name, empty in each.empties.items()}

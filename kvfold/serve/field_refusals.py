@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a field that a request may not have, or not so."""
+"""Refusals of fields that a request may not have, or not so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ABSENT = {field: absent for absent, fields in SAID["absent"].items() for field i
 
 
 def refusal_of(place: str | None, error: Any) -> str:
-    """What is said of one of pydantic's errors, about the field at a dotted `place`."""
+    """The words for one of pydantic's errors, about the field at a dotted `place`."""
     kind, values = error["type"], error.get("ctx", {})
     if (absent := absent_at(place)) is not None:
         return f"{absent}: leave the field out"
@@ -34,7 +34,7 @@ def refusal_of(place: str | None, error: Any) -> str:
 
 
 def absent_at(place: str | None) -> str | None:
-    """What the server does not have, of a field at a dotted place, or of a message's field."""
+    """The words for a field at a dotted place, or in a message, that the server does not have."""
     parts = (place or "").split(".")
     field = parts[2] if parts[0] == "messages" and len(parts) > 2 else parts[0]
     return ABSENT.get(field)

@@ -134,7 +134,7 @@ class ColdInfo(BaseModel):
 
 
 class StoredInfo(BaseModel):
-    """What the server holds by id; `bytes`: its size in memory."""
+    """A context or session that the server holds by id; `bytes`: its size in memory."""
 
     id: str
     created: int

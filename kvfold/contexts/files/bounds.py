@@ -36,7 +36,7 @@ def nbytes(shape: Sequence[int], dtype: str | None = None) -> int:
 
 
 def excess(header: Header, shapes: dict[str, list[int]], file_size: int) -> str | None:
-    """What a file would unpack to, in words, where that is too much; `shapes` are as stored."""
+    """Size to which a file would unpack, in words, if it is too much; `shapes` are as stored."""
     streams = {} if header.codec is None else header.codec.streams
     total = 0
     for name in (*shapes, *header.same_as.values()):  # each other name is a tensor of its own

@@ -117,7 +117,7 @@ def _compared(written: str, answer: str, limit: int) -> MetricScore:
 
 
 def _expressions(text: str, limit: int) -> list[Any]:
-    """What math-verify reads in a box of `text`; nothing if that takes too long."""
+    """Expressions that math-verify reads in a box of `text`; none if that takes too long."""
     try:
         with _given_up_after(limit + 1):
             found: list[Any] = library("math_verify").parse(

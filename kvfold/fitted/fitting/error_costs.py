@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors in cached keys and values cost: Fisher information about the tokens that follow."""
+"""Costs of errors in cached keys and values: Fisher information about the tokens that follow."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _home() -> Path:
 
 
 def _others(state: os.stat_result) -> str | None:
-    """What other users than this one and root can do with a file, in words; None: nothing."""
+    """Rights of users other than this one and root in a file, in words; None for none."""
     if sys.platform == "win32":
         return None
     if state.st_uid not in (0, os.geteuid()):

@@ -82,13 +82,13 @@ NEW_NAMES = {"every": "every", "prompt": "prompt", "sizes": "sizes", "phase": "c
 
 
 def when_of(decode: str, every: int = 128) -> When:
-    """What a method's option `decode` names: append, hold or every."""
+    """The `When` that a method's option `decode` names: append, hold or every."""
     found: dict[str, When] = {"append": AtEnd(), "hold": Hold(), "every": Rounds(every)}
     return found[decode]
 
 
 def of_old_options(given: dict[str, Any]) -> When | None:
-    """What the options of `Stages` that `when` replaces name; None without any."""
+    """The `When` that replaced options of `Stages` name; None without any."""
     told = {name: value for name, value in given.items() if value is not None}
     if not told:
         return None

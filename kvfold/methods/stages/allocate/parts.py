@@ -111,7 +111,7 @@ class LayerParts:
 
     @property
     def file(self) -> str:
-        """What messages name instead of a file."""
+        """The name in messages, instead of a file's."""
         return f"a budget of {len(self.own)} numbers"
 
     @property
