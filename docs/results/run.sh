@@ -51,18 +51,19 @@ snapkv + match,kvzip:demote=0.25,rkv_official,scissorhands_kvcf,snapkv_decode,si
 finch_kvpress,lagkv_kvpress,lagkv_official,knorm + chunkwise,kvzip + level,snapkv + reindex,kvzip + recent,\
 snapkv + criticalkv_summed + adakv,simlayerkv:window=128 + snapkv,\
 turboquant_4bit,turboquant_k8v4,turboquant_k3v4,\
-recall,recall:read=0.01,recall:read=0.05,recall:read=0.1,recall:keys=1,recall:keys=3,snapkv + recall$fits"
+recall,recall:read=0.01,recall:read=0.02,recall:read=0.1,recall:read=0.02,keys=1,recall:read=0.02,keys=3,\
+snapkv + recall:read=0.02$fits"
 }
 
 # The best of each kind, for the steps that take long.
 best() {
     echo "full,dbudgetkv,$lazy,snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
-recall,recall:read=0.05,kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
+recall,recall:read=0.02,kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
 }
 
 # Those of the picture that find most, for the longest texts.
 leading() {
-    echo "full,recall,kvzip,compactor,keydiff,snapkv,pyramidkv$zap"
+    echo "full,recall:read=0.02,kvzip,compactor,keydiff,snapkv,pyramidkv$zap"
 }
 
 # A step runs before the question is known and with the question in view, unless `views` says so.
