@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.kernels.per_token import PerTokenEncoded
-from kvfold.kernels.views import Named, starts_of
+from kvfold.kernels.views import Named, int64_of, starts_of
 
 PIECE = 48  # bits of a row's number, before that of its piece; as in native/attention.cpp
 CODED = "cold_"  # begins the names of quantized entries' parts
@@ -63,7 +62,7 @@ class HostRows:
         return cls(host.pin_memory() if rows.is_cuda else host, starts, lengths, [*lengths])
 
     def at(self, segments: Tensor, places: Tensor) -> Tensor:
-        return self.rows.index_select(0, first_rows(self.starts)[segments] + places)
+        return self.rows.index_select(0, int64_of(self.starts)[segments] + places)
 
     def segment(self, i: int) -> Tensor:
         return self.rows[self.starts[i] : self.starts[i] + self.lengths[i]]
@@ -257,12 +256,6 @@ class Cold:
         """Bytes of the entries."""
         old, new = self.old.nbytes(), self.new.nbytes()
         return ColdBytes(old.host + new.host, old.filed + new.filed, self.moved.nbytes)
-
-
-@lru_cache(maxsize=64)
-def first_rows(starts: tuple[int, ...]) -> Tensor:
-    """`starts` as a tensor `[R]`, int64, on the CPU."""
-    return torch.tensor(starts, dtype=torch.int64, device="cpu")
 
 
 def _none_like(segments: list[Tensor]) -> HostRows:

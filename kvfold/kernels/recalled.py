@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.kernels.cold import Cold, first_rows
+from kvfold.kernels.cold import Cold
 from kvfold.kernels.dispatch import KNOWN, packed_path
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.native import attention as native
@@ -241,7 +241,7 @@ def _native_step(
     """As `attend_to_recalled` for one query of each row; the tail is attended to by torch."""
     scale, softcap, counts = options["scale"], options.get("softcap"), keys.counts()
     rows = query.reshape(len(counts), -1, query.shape[-1])
-    pieces = keys.cold.old.lengths, first_rows(keys.cold.new.starts)
+    pieces = keys.cold.old.lengths, keys.cold.new.starts
     at, read = native.find_cold(rows, keys.codes, keys.places, counts, *pieces)
     old_keys, new_keys, numbers = keys.cold.pieces(at)
     old_values, new_values, _ = values.cold.pieces(at)

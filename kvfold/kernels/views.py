@@ -26,6 +26,12 @@ Named = dict[str, list[Tensor]]
 
 
 @lru_cache(maxsize=64)
+def int64_of(numbers: tuple[int, ...]) -> Tensor:
+    """The numbers as a tensor, on the CPU."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+@lru_cache(maxsize=64)
 def starts_of(lengths: tuple[int, ...]) -> Tensor:
     """First row of each segment `[R]`, int64, on the CPU."""
     return torch.tensor([0, *accumulate(lengths[:-1])], dtype=torch.int64, device="cpu")

@@ -42,11 +42,12 @@ class Quantizing(Encode):
     raw: ClassVar[bool] = False
     standalone: ClassVar[bool] = True
     key_choices: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
+    value_choices: ClassVar[tuple[int, ...]] = (2, 3, 4)
 
     def __post_init__(self) -> None:
         if self.key_bits not in self.key_choices:
             raise KvfoldError(f"keys have 2, 3 or 4 bits, or 8 for FP8, not {self.key_bits}")
-        if self.value_bits not in (2, 3, 4):
+        if self.value_bits not in self.value_choices:
             raise KvfoldError(f"values have 2, 3 or 4 bits, not {self.value_bits}")
         for name in ("sinks", "residual", "end_layers"):
             if getattr(self, name) < 0:

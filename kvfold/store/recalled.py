@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -56,17 +57,17 @@ class Recalling(Encode):
             raise KvfoldError(
                 f"recall:read is a share above 0 and up to 1, or a whole number, not {self.read}"
             )
-        if self.cold not in (0, *Quantizing.key_choices[:3]):
+        if self.cold not in (0, *Quantizing.value_choices):
             raise KvfoldError(f"recall:cold is 2, 3 or 4 bits, or 0 for raw, not {self.cold}")
         if self.residual < 0:
             raise KvfoldError(f"recall:residual is 0 or more, not {self.residual}")
 
-    @property
+    @cached_property
     def codes(self) -> KeyCoding:
         """The encoding of the keys' codes."""
         return KeyCoding(self.bits, residual=self.residual, rotate=self.rotate)
 
-    @property
+    @cached_property
     def cold_codes(self) -> Quantizing | None:
         """The encoding of the cold entries; None: they are raw."""
         if not self.cold:
@@ -95,18 +96,21 @@ class Recalling(Encode):
         known = earlier if isinstance(earlier, RecalledKeys) else None
         codes = self.codes.keys(segments, seen, known and known.codes, among)
         assert isinstance(codes, RotatedKeys)
-        cold = Cold.of(segments)
-        if self.cold_codes is not None:
+        if self.cold_codes is None:
+            cold = Cold.of(segments)
+        else:
             own = among and Unencoded(_on_host(among.keys), _on_host(among.positions))
             old = known and known.cold.coded
             coded = self.cold_codes.keys(_on_host(segments), seen, old, own)
-            cold = _quantized(coded, cold.device)
+            cold = _quantized(coded, segments[0].device)
         return RecalledKeys(cold, *_none(segments), codes, self.read)
 
     def values(self, segments: list[Tensor], earlier: Encoded | None = None) -> RecalledValues:
-        cold = Cold.of(segments)
-        if self.cold_codes is not None:
-            cold = _quantized(self.cold_codes.values(_on_host(segments)), cold.device)
+        if self.cold_codes is None:
+            cold = Cold.of(segments)
+        else:
+            coded = self.cold_codes.values(_on_host(segments))
+            cold = _quantized(coded, segments[0].device)
         return RecalledValues(cold, *_none(segments))
 
     def keys_from(self, parts: Named, size: int) -> RecalledKeys:

@@ -183,7 +183,7 @@ def test_the_native_choice_is_that_of_a_stable_sort(count, kind):
     keys = Recalling(2, 0.3).keys([rows.clone()], None, None)
     query = torch.zeros(1, 2, 1, SIZE) if kind == "signed zeros" else noise(1, 2, 1, SIZE).float()
     expected = keys.wanted(query)[0, 0]
-    pieces = [count], torch.tensor([0])
+    pieces = [count], (0,)
     at, read = native.find_cold(query[:, :, 0], keys.codes, keys.places, keys.counts(), *pieces)
     assert read == keys.counts() == [len(expected)]
     assert at.tolist() == expected.tolist()

@@ -17,7 +17,7 @@ from kvfold.kernels.codebook import centroids
 from kvfold.kernels.native.library import call, note_operations
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
-from kvfold.kernels.views import Flat, starts_of
+from kvfold.kernels.views import Flat, int64_of, starts_of
 
 PART = 2048  # entries of a segment that a thread attends to at a time
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as of attention.cpp
@@ -48,7 +48,7 @@ def attend_to_packed(
         *values.tensors(),
         starts_of(tuple(of_keys)),
         starts_of(tuple(of_values)),
-        _lengths(lengths),
+        int64_of(lengths),
         out,
         totals,
         NUMBERS[keys.scale.rows.dtype],
@@ -76,7 +76,7 @@ def attend_to_per_token(
         keys.asked(query).float().contiguous(),  # under autocast it is shorter
         *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
         *(values.codes.rows, values.scales.rows),
-        *(starts_of(lengths), _lengths(lengths), out, totals),
+        *(starts_of(lengths), int64_of(lengths), out, totals),
         *query.shape,
         values.size,
         *(keys.bits, values.bits),
@@ -92,7 +92,7 @@ def find_cold(
     places: Flat,
     counts: list[int],
     old: list[int],
-    new: Tensor,
+    new: tuple[int, ...],
 ) -> tuple[Tensor, list[int]]:
     """Numbers of the rows that `query [R, G, D]` reads, int64, and how many of each segment.
 
@@ -108,8 +108,8 @@ def find_cold(
         "find_cold",
         keys.asked(query).float().contiguous(),
         *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
-        *(starts, _lengths(tuple(lengths)), starts_of(hot), _lengths(hot), places.rows),
-        *(_lengths(tuple(counts)), starts_of(tuple(old)), _lengths(tuple(old)), new),
+        *(starts, int64_of(tuple(lengths)), starts_of(hot), int64_of(hot), places.rows),
+        *(int64_of(tuple(counts)), starts_of(tuple(old)), int64_of(tuple(old)), int64_of(new)),
         *(starts_of(tuple(read)), at, *query.shape, keys.bits, PART, torch.get_num_threads()),
     )
     note_operations(query.shape[1] * query.shape[2] * sum(lengths))
@@ -134,7 +134,7 @@ def attend_to_rows(
     call(
         "attend_to_rows",
         query.float().contiguous(),
-        *(*keys, *values, at, starts_of(of_segments), _lengths(of_segments), out, totals),
+        *(*keys, *values, at, starts_of(of_segments), int64_of(of_segments), out, totals),
         *(NUMBERS[keys[0].dtype], *query.shape, size, *_options(scale, softcap)),
     )
     _note(query, size, lengths)
@@ -155,11 +155,6 @@ def _note(query: Tensor, value_size: int, lengths: Sequence[int]) -> None:
     """Notes the products with keys and with values of `query [R, G, D]`."""
     _, group, size = query.shape
     note_operations(group * (size + value_size) * sum(lengths))
-
-
-@lru_cache(maxsize=64)
-def _lengths(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor(lengths, dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=8)
