@@ -171,7 +171,7 @@ def test_the_native_step_is_that_of_torch(groups, options, bits, dtype, monkeypa
 
 
 @pytest.mark.parametrize("count", [1, 2, 100, 5000])
-@pytest.mark.parametrize("kind", ["random", "equal", "signed zeros", "two values"])
+@pytest.mark.parametrize("kind", ["random", "equal", "signed zeros", "two values", "periodic"])
 def test_the_native_choice_is_that_of_a_stable_sort(count, kind):
     """Of products that are equal in float32 as well, by keys of a single channel that differs."""
     generator = torch.Generator().manual_seed(count)
@@ -180,6 +180,8 @@ def test_the_native_choice_is_that_of_a_stable_sort(count, kind):
         rows = rows[:1].expand(count, -1)
     elif kind == "two values":
         rows = rows[:2][torch.randint(0, min(2, count), (count,), generator=generator)]
+    elif kind == "periodic":  # a sample of every sixteenth is no sample of the others
+        rows = rows * torch.where(torch.arange(count) % 16 == 0, 1e3, 1.0)[:, None]
     keys = Recalling(2, 0.3).keys([rows.clone()], None, None)
     query = torch.zeros(1, 2, 1, SIZE) if kind == "signed zeros" else noise(1, 2, 1, SIZE).float()
     expected = keys.wanted(query)[0, 0]

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -16,9 +17,13 @@
 namespace {
 
 constexpr int64_t TILE = 32;  // entries
-constexpr int64_t WIDE = 16;  // numbers of a vector, which the compiler cuts to its registers' size
+#ifdef __AVX512F__
+constexpr int64_t WIDE = 16;  // numbers of a vector
+#else
+constexpr int64_t WIDE = 8;
+#endif
 constexpr int64_t PIECE = 48, ROW = (int64_t(1) << PIECE) - 1;  // of a raw row's number
-constexpr int64_t BINS = 4096;                                  // of logits, by their highest bits
+constexpr int64_t APART = 16;  // entries between those of a sample of logits
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // log-sum-exp of no logits
 
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
@@ -49,19 +54,27 @@ struct BFloat16 {
 };
 
 Codes widened(const uint8_t* bytes) {
-    Codes codes;
-    for (int i = 0; i < WIDE; i++) codes[i] = bytes[i];
-    return codes;
+#if defined __AVX512F__
+    return (Codes)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+#elif defined __AVX2__
+    return (Codes)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
+#else
+    uint8_t own __attribute__((vector_size(WIDE)));
+    std::memcpy(&own, bytes, sizeof own);
+    return __builtin_convertvector(own, Codes);
+#endif
 }
 
-// Codes of 16 consecutive channels in words, the first lowest; 16 words are read.
+// Codes from the one numbered `first` on, in words, the lowest first; as many words are read.
 template <int BITS>
-Codes consecutive(const int32_t* words) {
+Codes consecutive(const int32_t* words, int64_t first) {
+    const int start = first * BITS % 32;
     Codes owner, shifts, found;
     for (int i = 0; i < WIDE; i++) {
-        owner[i] = i * BITS / 32;
-        shifts[i] = i * BITS % 32;
+        owner[i] = (start + i * BITS) / 32;
+        shifts[i] = (start + i * BITS) % 32;
     }
+    words += first * BITS / 32;
 #ifdef __AVX512F__
     found = (Codes)_mm512_permutexvar_epi32((__m512i)owner, _mm512_loadu_si512(words));
 #else
@@ -75,26 +88,19 @@ void store(float* row, Floats numbers) { std::memcpy(row, &numbers, sizeof numbe
 // Numbers that codes stand for: of a table, themselves, or FP8 (e4m3).
 
 struct Table {
-    Floats numbers;
+    float numbers[16];
 
     Floats operator()(Codes codes) const {
-#ifdef __AVX512F__
-        return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)numbers);
+#if defined __AVX512F__
+        return (Floats)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(numbers));
+#elif defined __AVX2__
+        const __m256i at = (__m256i)codes;  // the fourth bit, as a sign, chooses the half
+        return (Floats)_mm256_blendv_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers), at),
+                                        _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8), at),
+                                        _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
 #else
         Floats found;
-#ifdef __AVX2__
-        __m256 halves[2], both[2];
-        __m256i at[2];
-        std::memcpy(halves, &numbers, sizeof numbers);
-        std::memcpy(at, &codes, sizeof codes);
-        for (int i = 0; i < 2; i++)  // the fourth bit of a code, as a sign, chooses the half
-            both[i] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(halves[0], at[i]),
-                                       _mm256_permutevar8x32_ps(halves[1], at[i]),
-                                       _mm256_castsi256_ps(_mm256_slli_epi32(at[i], 28)));
-        std::memcpy(&found, both, sizeof found);
-#else
         for (int i = 0; i < WIDE; i++) found[i] = numbers[codes[i]];
-#endif
         return found;
 #endif
     }
@@ -286,7 +292,7 @@ struct PackedValues {
                 float* row = &tile.numbers[g * group];
                 // A group's last vector may go on into the next group, which overwrites it.
                 for (int64_t j = 0; j < group; j += WIDE) {
-                    const Codes codes = consecutive<constant>(own + (g * group + j) * constant / 32);
+                    const Codes codes = consecutive<constant>(own, g * group + j);
                     store(row + j, __builtin_convertvector(codes, Floats) * scale + low);
                 }
             }
@@ -294,7 +300,21 @@ struct PackedValues {
     }
 };
 
-// Products of a query with `count` rows. Four sums at a time are brought from vectors to numbers.
+#ifdef __AVX512F__
+__m128 sums_of_four(const __m512* vectors) {
+    const __m512 pair = _mm512_add_ps(_mm512_unpacklo_ps(vectors[0], vectors[1]),
+                                      _mm512_unpackhi_ps(vectors[0], vectors[1])),
+                 other = _mm512_add_ps(_mm512_unpacklo_ps(vectors[2], vectors[3]),
+                                       _mm512_unpackhi_ps(vectors[2], vectors[3])),
+                 four = _mm512_add_ps(_mm512_shuffle_ps(pair, other, 0x44),
+                                      _mm512_shuffle_ps(pair, other, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(four),
+                                      _mm512_extractf32x8_ps(four, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
+
+// Products of a query with `count` rows.
 void multiply(const float* query, const float* rows, int64_t count, int64_t size, float* products) {
     int64_t i = 0;
 #ifdef __AVX512F__
@@ -304,16 +324,7 @@ void multiply(const float* query, const float* rows, int64_t count, int64_t size
             for (int k = 0; k < 4; k++)
                 sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(query + j),
                                           _mm512_loadu_ps(rows + (i + k) * size + j), sums[k]);
-        const __m512 pair = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]),
-                                          _mm512_unpackhi_ps(sums[0], sums[1])),
-                     other = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]),
-                                           _mm512_unpackhi_ps(sums[2], sums[3])),
-                     four = _mm512_add_ps(_mm512_shuffle_ps(pair, other, 0x44),
-                                          _mm512_shuffle_ps(pair, other, 0xee));
-        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(four),
-                                          _mm512_extractf32x8_ps(four, 1));
-        _mm_storeu_ps(products + i, _mm_add_ps(_mm256_castps256_ps128(half),
-                                               _mm256_extractf128_ps(half, 1)));
+        _mm_storeu_ps(products + i, sums_of_four(sums));
     }
 #endif
     for (; i < count; i++) {
@@ -467,28 +478,113 @@ uint32_t ordered(float logit) {
     return bits ^ (bits >> 31 ? 0xffffffff : 0x80000000);
 }
 
-// Places of the `most` highest of `count` logits, ascending; the lowest of equal ones.
+// Places of the `most` highest of `count` logits, ascending; the lowest of equal ones. A sample tells
+// from where on to look, with twice as many above as are wanted.
 void highest(const float* logits, int64_t count, int64_t most, int64_t* places) {
-    std::vector<int64_t> bins(BINS);
-    for (int64_t i = 0; i < count; i++) bins[ordered(logits[i]) / (1u << 20)]++;
-    int64_t bin = BINS - 1, above = 0;
-    while (bin > 0 && above + bins[bin] < most) above += bins[bin--];
-    std::vector<std::pair<uint32_t, int64_t>> level;
-    int64_t found = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t own = ordered(logits[i]);
-        const int64_t of = own / (1u << 20);
-        if (of > bin) places[found++] = i;
-        if (of == bin) level.push_back({~own, i});
+    if (most == 0) return;
+    std::vector<uint32_t> keys(count), some;
+    for (int64_t i = 0; i < count; i++) keys[i] = ordered(logits[i]);
+    for (int64_t i = 0; i < count; i += APART) some.push_back(keys[i]);
+    const size_t rank = 2 * most / APART + 8;
+    uint32_t bound = 0;
+    if (rank < some.size()) {
+        std::nth_element(some.begin(), some.begin() + rank, some.end(), std::greater<>());
+        bound = some[rank];
     }
-    std::nth_element(level.begin(), level.begin() + (most - found), level.end());
-    for (int64_t i = 0; found < most; i++) places[found++] = level[i].second;
-    std::sort(places, places + most);
+    std::vector<int32_t> found(count);
+    int64_t number = 0;
+    const auto look = [&] {
+        number = 0;
+        for (int64_t i = 0; i < count; i++) {
+            found[number] = i;
+            number += keys[i] >= bound;
+        }
+    };
+    look();
+    if (number < most) {
+        bound = 0;
+        look();
+    }
+    some.resize(number);
+    for (int64_t i = 0; i < number; i++) some[i] = keys[found[i]];
+    std::nth_element(some.begin(), some.begin() + (most - 1), some.end(), std::greater<>());
+    const uint32_t last = some[most - 1];
+    int64_t equal = most;
+    for (int64_t i = 0; i < most - 1; i++) equal -= some[i] > last;
+    for (int64_t i = 0; i < number; i++) {
+        const uint32_t key = keys[found[i]];
+        if (key > last || (key == last && equal-- > 0)) *places++ = found[i];
+    }
 }
+
+#ifdef __AVX512F__
+// `logits` of `count` entries, or what is there if it is higher. Four entries are decoded in registers
+// for QUERIES at a time; bits above a code's own choose the same number.
+template <int BITS, int QUERIES>
+void raise_logits(const float* query, const uint8_t* codes, const Half* scales, __m512 numbers,
+                  int64_t count, int64_t size, float* logits) {
+    const int64_t run = size * BITS / 8;
+    for (int64_t i = 0; i < count; i += 4) {
+        __m512 sums[QUERIES][4] = {};
+        for (int64_t j = 0; j < run; j += WIDE) {
+            Codes own[4];
+            for (int k = 0; k < 4; k++) own[k] = widened(codes + (i + k) * run + j);
+#pragma GCC unroll 8
+            for (int r = 0; r < 8 / BITS; r++)
+                for (int k = 0; k < 4; k++) {
+                    const __m512 row = _mm512_permutexvar_ps((__m512i)(own[k] >> r * BITS), numbers);
+                    for (int q = 0; q < QUERIES; q++)
+                        sums[q][k] = _mm512_fmadd_ps(
+                            row, _mm512_loadu_ps(query + q * size + r * run + j), sums[q][k]);
+                }
+        }
+        const __m128 factors = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)(scales + i)));
+        __m128 most = _mm_loadu_ps(logits + i);
+        for (int q = 0; q < QUERIES; q++)
+            most = _mm_max_ps(most, _mm_mul_ps(sums_of_four(sums[q]), factors));
+        _mm_storeu_ps(logits + i, most);
+    }
+}
+
+// As `products_of_codes`; false where a code's bits do not let it.
+bool in_registers(const float* query, int64_t groups, const TokenKeys& keys, int64_t first,
+                  int64_t count, float* logits) {
+    const int64_t run = keys.size * keys.bits / 8, last = count % 4;
+    if (keys.bits == 3 || keys.bits == 8 || run % WIDE) return false;
+    const uint8_t* codes = keys.codes + first * run;
+    std::vector<uint8_t> end(4 * run);
+    std::memcpy(end.data(), codes + (count - last) * run, last * run);
+    Half factors[4] = {};
+    std::memcpy(factors, keys.scales + first + count - last, last * sizeof(Half));
+    float of_end[4] = {NOTHING, NOTHING, NOTHING, NOTHING};
+    std::fill_n(logits, count, NOTHING);
+    with_bits(keys.bits, [&](auto bits) {
+        if constexpr (bits != 3 && bits != 8) {
+            Floats numbers;
+            for (int i = 0; i < WIDE; i++) numbers[i] = keys.table.numbers[i % (1 << bits)];
+            const auto take = [&](auto queries, int64_t g) {
+                const float* own = query + g * keys.size;
+                raise_logits<bits, queries>(own, codes, keys.scales + first, (__m512)numbers,
+                                            count - last, keys.size, logits);
+                raise_logits<bits, queries>(own, end.data(), factors, (__m512)numbers, last ? 4 : 0,
+                                            keys.size, of_end);
+            };
+            int64_t g = 0;
+            for (; g + 2 <= groups; g += 2) take(std::integral_constant<int, 2>{}, g);
+            if (g < groups) take(std::integral_constant<int, 1>{}, g);
+        }
+    });
+    std::copy_n(of_end, last, logits + count - last);
+    return true;
+}
+#endif
 
 // Highest product of an entry's code with any of a group's queries.
 void products_of_codes(const float* query, int64_t groups, const TokenKeys& keys, int64_t first,
                        int64_t count, float* logits) {
+#ifdef __AVX512F__
+    if (in_registers(query, groups, keys, first, count, logits)) return;
+#endif
     Tile tile(keys.size);
     float own[TILE];
     for (int64_t done = 0; done < count; done += TILE) {

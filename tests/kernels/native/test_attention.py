@@ -9,9 +9,11 @@ from kvfold.kernels.native.attention import (
     _table,
     attend_to_packed,
     attend_to_per_token,
+    find_cold,
 )
 from kvfold.kernels.native.library import library
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.store.recalled import Recalling
 from tests.helpers.gpu_inputs import SCALE, assert_close, attended, noise, packed, segments
 
 pytestmark = pytest.mark.usefixtures("instructions", "poison")
@@ -182,3 +184,23 @@ def test_what_is_packed_in_keys_alone_is_not_looked_at():
     keys[0].scale.rows[2] = keys[0].minimum.rows[2] = torch.nan
     values = packed([60], 32, 4, 32, False, torch.float32, 200)
     check_packed(noise(1, 4, 32, seed=1), keys, values)
+
+
+@GROUPS
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_entries_that_are_found_have_the_highest_products(groups, size, bits):
+    """Of a float64 product with what each entry's code stands for."""
+    lengths = [1, 30, 35, 700]
+    keys = Recalling(bits, 0.3).keys(segments(lengths, size, 100, torch.float32), None, None)
+    query = noise(len(lengths), groups, size, seed=1).float()
+    counts, starts = keys.counts(), (0,) * len(lengths)
+    at, read = find_cold(query, keys.codes, keys.places, counts, lengths, starts)
+    assert read == counts
+    decoded, first = keys.codes.decoded.double().split(lengths), 0
+    for own, rows, found in zip(query.double(), decoded, at.split(read), strict=True):
+        products = (own @ rows.T).amax(0)
+        assert found.tolist() == sorted(set(found.tolist()))
+        chosen = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, found - first, True)
+        assert products[chosen].min() > products[~chosen].max() - 1e-5 if not chosen.all() else True
+        first += len(rows)
