@@ -38,7 +38,7 @@ COMPOSED = (
     "pyramidkv + adakv", "h2o + merge", "h2o + merge:rule=d2o", "snapkv + kivi", "adakv + kivi",
     "snapkv + think", "snapkv + reindex", "snapkv + fair:spans=0/40/300/600",
     "snapkv + criticalkv", "snapkv + match", "knorm + chunkwise", "kvzip + recent",
-    "kvzip + level:rule=votes", "kvzip:level=uniform", "snapkv + curve",
+    "kvzip + level:rule=votes", "kvzip:level=uniform", "snapkv + curve", "kvzip + pages:size=16",
     "streaming_llm:positions=reindex", "simlayerkv:window=128", "snapkv + every:interval=128",
     "adakv + every:interval=64", "snapkv:window=16 + every:interval=16",
     "keydiff + every:interval=1", "pyramidkv + turboquant + every:interval=48",

@@ -78,6 +78,7 @@ from kvfold.methods.minicache import MiniCache as MiniCache
 from kvfold.methods.nacl import NACL as NACL
 from kvfold.methods.non_causal import NonCausal as NonCausal
 from kvfold.methods.observation import Observation as Observation
+from kvfold.methods.pages import Pages as Pages
 from kvfold.methods.pyramidinfer import PyramidInfer as PyramidInfer
 from kvfold.methods.pyramidkv import PyramidKV as PyramidKV
 from kvfold.methods.qfilter import QFilter as QFilter

@@ -19,12 +19,13 @@ from kvfold.cache.barrier import EvictionDue
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.level import alike
+from kvfold.cache.pages import in_pages
 from kvfold.cache.refit import refitted
 from kvfold.cache.state import LayerState
-from kvfold.errors import UnsupportedModel
+from kvfold.errors import BudgetError, UnsupportedModel
 from kvfold.interruption import check_interrupted
 from kvfold.kernels.gather import alive, pick
-from kvfold.methods.base import Measured
+from kvfold.methods.base import Across, Measured
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import Chosen, choose, scores_of
@@ -46,17 +47,19 @@ def evict(
 ) -> None:
     """Keeps the `counts`, `[B]` or `[B, H]`, best entries of each head, forced ones first.
 
-    `sizes` and `beside` are those of `choose`. Layers that keep one set of tokens wait for the
-    last one. Raises UnsupportedModel for `counts [B, H]` of heads that share entries (latents).
+    `sizes` and `beside` are those of `choose`. Layers that keep one set of tokens, or share their
+    pages, wait for the last one. Raises UnsupportedModel for `counts [B, H]` of heads that share
+    entries (latents).
     """
     stages = state.plan.stages
     due = EvictionDue(state, stages, observation, counts, sizes, beside)
     if counts.dim() > 1:
         _check_heads(state, observation)
-    if stages.level is None:
+    if stages.shape is None:
         choices: Iterable[tuple[Due, Chosen | None]] = [(due, _choose(due))]
     else:
-        choices = _one_set(state.barrier.agreeing.arrive(due, state.plan.layers))
+        waited = state.barrier.agreeing.arrive(due, _shaped_together(state))
+        choices = _in_pages(waited) if isinstance(stages.shape, int) else _one_set(waited)
     for each, chosen in choices:
         _apply(each, chosen)
         forget_references(each.layer)
@@ -106,6 +109,35 @@ def _protected(state: LayerState, positions: Tensor) -> Tensor:
     return positions < state.protected().view(-1, 1, 1)
 
 
+def _shaped_together(state: LayerState) -> int:
+    """Number of layers whose choices are shaped together.
+
+    Pages are a layer's own, unless the sizes of all layers were made together.
+    """
+    stages = state.plan.stages
+    apart = isinstance(stages.shape, int) and not isinstance(stages.allocate, Across)
+    return 1 if apart else state.plan.layers
+
+
+def _in_pages(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
+    """Whole pages of each head, of what it would keep by itself; none while some have not arrived.
+
+    Where no entry leaves any layer, all stay. Raises BudgetError as `in_pages`.
+    """
+    own = [_choose(due) for due in layers]
+    if all(each is None for each in own):
+        yield from zip(layers, own, strict=True)
+        return
+    known = [_chosen(due) if each is None else each for due, each in zip(layers, own, strict=True)]
+    size = layers[0].stages.shape
+    assert isinstance(size, int)
+    try:
+        paged = in_pages(known, [due.layer.positions() for due in layers], size)
+    except BudgetError as problem:
+        raise BudgetError(f"{layers[0].stages.method}: {problem}") from None
+    yield from zip(layers, paged, strict=True)
+
+
 def _one_set(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
     """One set of tokens of each row, for all layers; none while some have not arrived.
 
@@ -114,8 +146,8 @@ def _one_set(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
     """
     if not layers:
         return
-    own, level = [_chosen(due) for due in layers], layers[0].stages.level
-    assert level is not None
+    own, level = [_chosen(due) for due in layers], layers[0].stages.shape
+    assert isinstance(level, str)
     if level == "best":
         device = own[0].scores.device
         every = [each.scores.amax(1, keepdim=True).to(device) for each in own]
@@ -169,8 +201,9 @@ def _apply(due: Due, chosen: Chosen | None) -> None:
     _note_error(state, observation, chosen.slots)
     if state.applies(chosen):
         _note_surplus(state, kept, counts)
-        apart = stages.heads is not None or counts.dim() > 1
-        _keep(state, observation, chosen.slots, ragged=apart and stages.level is None)
+        differ = stages.heads is not None or counts.dim() > 1 or isinstance(stages.shape, int)
+        one_set = isinstance(stages.shape, str)
+        _keep(state, observation, chosen.slots, ragged=differ and not one_set)
 
 
 def _keep_everything(

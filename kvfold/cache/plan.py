@@ -101,7 +101,7 @@ class Plan:
             total = self.total(tokens, size, heads, len(free))
             if self.stages.rounds:
                 tokens = max(tokens, total // self.layers)  # the answer fills what a prompt leaves
-            if self.stages.level == "best" or (encode is not None and encode.pairs):
+            if self.stages.shape == "best" or (encode is not None and encode.pairs):
                 total -= total % self.layers  # layers that agree, or are a pair, keep as many
             per_row.append(checked_sizes(self.stages, total, tokens, self.layers))
         by_layer = list(torch.tensor(per_row, device=free.device).T)

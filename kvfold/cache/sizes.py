@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvfold.cache.plan import with_forced_room
 from kvfold.cache.state import LayerState
-from kvfold.errors import BudgetError
-from kvfold.methods.base import Across
+from kvfold.errors import BudgetError, KvfoldError
+from kvfold.methods.base import Across, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.methods.stages.select.forced import Forced
@@ -107,6 +107,7 @@ def sized_together(
     # Without a budget the statistics alone decide.
     budget = seen if plan.budget is None else even_size(state, across.unrounded, free)
     counts = across.share(statistics, budget, seen)
+    _check_limited(plan.stages, counts)
     if plan.budget is not None and not across.per_head:
         counts = with_forced_room(counts, plan.stages.forced.least_of(state.positions()), seen)
     sized = []
@@ -115,6 +116,15 @@ def sized_together(
         count = count.masked_fill(rows, UNLIMITED)
         sized.append((each, of_layer, count.to(of_layer.positions.device)))  # on its layer's GPU
     return sized
+
+
+def _check_limited(stages: Stages, counts: list[Tensor]) -> None:
+    """Raises KvfoldError for layers or heads without a limit where all keep whole pages."""
+    if isinstance(stages.shape, int) and any(bool((each >= UNLIMITED).any()) for each in counts):
+        raise KvfoldError(
+            f"{stages.method} keeps some layers or heads whole, which then hold parts of pages: "
+            "leave pages out, or choose a method that gives each a size, such as kvzip"
+        )
 
 
 def open_rows(sized: list[Sized], beside_prompt: bool = False) -> Tensor:

@@ -32,4 +32,4 @@ class Level(AddOn):
 
     def brings(self) -> Stages:
         inexact = "all tokens that any head keeps" if self.rule == "union" else ""
-        return Stages(level=self.rule, inexact=inexact)
+        return Stages(shape=self.rule, inexact=inexact)

@@ -75,7 +75,7 @@ class TriAttention(Method):
         return Stages(
             needs=Needs(moments),
             score=partial(at_later_distances, method=self),
-            level="best" if self.scope == "model" else None,
+            shape="best" if self.scope == "model" else None,
             when=Rounds(128, self.prompt),
         )
 

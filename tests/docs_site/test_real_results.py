@@ -48,6 +48,7 @@ LEFT_OUT = {
     "criticalkv": "measured before it added epsilon to means, as criticalkv_summed does to sums",
     "every": "rounds while an answer is written: the same prompt as without",
     "fair": "needs the spans of images, or of one's own",
+    "pages": "rounds what another method keeps to whole pages",
     "sizes": "takes a file or parts of one's own",
     "triattention": "keeps the prompt, and evicts answers: docs/answering-long.md",
     "triattention_official": "the same",

@@ -31,6 +31,7 @@ def _spec(name: str) -> str:
     small += ["lag=8", "sinks=4"] if "lag" in options else []
     small += ["prompt=counted"] if options.get("prompt") == "kept" else []
     small += ["recent=4"] if name == "scissorhands" else []
+    small += ["size=4"] if name == "pages" else []
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["residual=8", "sinks=2", "end_layers=0"] if name.startswith("turboquant") else []
     small += ["residual=8", "sinks=2", "read=0.2"] if name == "recall" else []

@@ -26,6 +26,7 @@ COMPOSED = [
     "kvzip + match",
     "kvzip + level:rule=votes",
     "knorm + level:rule=mass",
+    "kvzip + pages:size=8",
     "knorm + reindex",
     "snapkv:window=8 + kivi:group=8,residual=8",
     "adakv:window=8 + turboquant:residual=8,sinks=2",

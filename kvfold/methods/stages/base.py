@@ -18,7 +18,7 @@ from kvfold.methods.stages.merge.base import MergeStages
 from kvfold.methods.stages.refit.base import Refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.stages.select.one_set import Level
+from kvfold.methods.stages.select.one_set import Level, Rule
 from kvfold.methods.stages.when import AtEnd, Hold, Once, Positions, Rounds, When, of_old_options
 from kvfold.observers.base import Needs
 from kvfold.observers.last_queries import window_of
@@ -93,7 +93,8 @@ class Stages:
     allocate: Schedule | Measured | Across | None = None
     heads: Heads | None = None  # a layer's size shared among its heads
     select: Select | None = None  # slots to keep; None: those of the highest scores
-    level: Level | None = None  # all layers and heads keep one set of tokens, made by this rule
+    # what heads keep is made one set of tokens by a rule, or whole pages of so many entries
+    shape: Level | int | None = None
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
     merge: MergeStages | None = None  # changes kept entries by evicted ones
     refit: Refit | None = None  # fits kept values and biases to reference queries
@@ -109,7 +110,9 @@ class Stages:
     prompt: InitVar[str | None] = None
     sizes: InitVar[str | None] = None
     phase: InitVar[str | None] = None
+    # What `shape` replaces, until 0.2
     agree: InitVar[bool] = False
+    level: InitVar[Level | None] = None
 
     def __post_init__(
         self,
@@ -119,14 +122,17 @@ class Stages:
         sizes: str | None,
         phase: str | None,
         agree: bool,
+        level: Level | None,
     ) -> None:
         old = {"decode": decode, "every": every, "prompt": prompt, "sizes": sizes, "phase": phase}
         when = of_old_options(old)
         if when is not None:
             object.__setattr__(self, "when", when)
-        if agree:
-            warn('Stages(agree=True) is Stages(level="best") now', DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "level", "best")
+        if agree or level is not None:
+            shape: Level = "best" if level is None else level
+            told = "agree=True" if level is None else f"level={level!r}"
+            warn(f"Stages({told}) is Stages(shape={shape!r}) now", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "shape", shape)
         if self.score is not None and self.allocate is None:
             object.__setattr__(self, "allocate", uniform)
         check_when(self)
@@ -182,7 +188,7 @@ class Stages:
         return self.allocate is uniform
 
     def _same_in_all_heads(self) -> bool:
-        evenly = self.uniform and self.heads is None
+        evenly = self.uniform and self.heads is None and not isinstance(self.shape, int)
         return self.score is None or (self.score is recency and evenly)
 
 
@@ -192,16 +198,17 @@ def check_when(stages: Stages) -> None:
         known = " or ".join(get_args(Positions))
         raise IllegalComposition(f"positions is {known}, not {stages.positions!r}")
     hold = isinstance(stages.when, Hold)
-    if stages.level == "best" and (stages.heads or not stages.uniform or hold):
+    if stages.shape == "best" and (stages.heads or not stages.uniform or hold):
         raise IllegalComposition(
             "all layers and heads keep the same tokens, so they are of one size, and none evicts "
             "alone while decoding: leave out the method that sizes layers or heads"
         )
-    if stages.level not in (None, "best") and stages.evicts_while_decoding:
+    if stages.shape in get_args(Rule) and stages.evicts_while_decoding:
         raise IllegalComposition(
             "level makes one set of tokens when a prefill ends, and heads that evict while "
             "decoding would part again: choose decode=append where it is offered"
         )
+    _check_pages(stages)
     _check_observed(stages)
     _check_one_by_one(stages)
     _check_positions(stages)
@@ -214,11 +221,36 @@ def rounds_hold(stages: Stages) -> bool:
     """
     if stages.rounds is None or stages.rounds.every > 1:
         return False
-    needs, as_if_held = stages.needs, stages.rounds.prompt == "counted" and stages.level is None
+    needs, as_if_held = stages.needs, stages.rounds.prompt == "counted" and stages.shape is None
     others = stages.heads, stages.select, stages.encode, stages.refit, needs.get(QueryMomentsNeed)
     return (
         as_if_held and stages.positions != "consecutive" and not (window_of(needs) or any(others))
     )
+
+
+def _check_pages(stages: Stages) -> None:
+    """Raises IllegalComposition for stages that leave parts of pages."""
+    if not isinstance(stages.shape, int):
+        return
+    if isinstance(stages.when, Hold):
+        raise IllegalComposition(
+            "pages are made of many entries at once, and this method evicts one for each generated "
+            "token: choose decode=append where it is offered, and every:interval=128 for rounds"
+        )
+    if stages.select is not None:
+        raise IllegalComposition(
+            "pages fill up with the entries of highest scores, and this method selects otherwise: "
+            "compose pages with one that keeps the best entries of each head, such as snapkv"
+        )
+    if stages.encode is not None and stages.encode.recalls:
+        raise IllegalComposition(
+            "recall keeps every entry, so none leaves in pages: choose one of the two"
+        )
+    if stages.positions == "reindex":
+        raise IllegalComposition(
+            "re-indexed positions rotate stored keys, which must then be dense, and heads in pages "
+            'differ in how many they keep: choose positions="original"'
+        )
 
 
 def _check_observed(stages: Stages) -> None:

@@ -46,7 +46,7 @@ def is_even(stages: Stages, *, parts: bool) -> bool:
 
     Of all layers, or of each layer by itself with `parts`.
     """
-    if stages.level is not None:
+    if isinstance(stages.shape, str):
         return True
     if stages.heads is not None or getattr(stages.allocate, "per_head", False):
         return False

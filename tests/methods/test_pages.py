@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pages: kept sets beside rounded and ranked ones by hand, logits beside masked dense caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold import BudgetError, IllegalComposition, KvfoldError, UnsupportedModel, parse
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.when import Rounds
+from kvfold.policies import policy
+from tests.helpers.budgets import SMALL
+from tests.helpers.caches import ALONE, BATCHES, PADDED, decode, positions, same, start
+from tests.helpers.contexts import DOCUMENT, new_model
+from tests.helpers.engine import recorded
+from tests.helpers.exactness import against_truth
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.scorers import zap_of
+from tests.helpers.tokenizers import word_tokenizer
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 96}
+SNAPKV = "snapkv:window=8"
+BY_LAYER = [
+    SNAPKV, f"{SNAPKV} + adakv", "pyramidkv:window=8", "keydiff", "random", "h2o:decode=append",
+    "streaming_llm_original:decode=append,positions=original", "knorm:skip_layers=none",
+]  # fmt: skip
+D2O = "d2o:decode=append,skip_layers=none,spending=exact"
+
+
+def paged(spec: str, size: int) -> str:
+    return f"{spec} + pages:size={size}"
+
+
+def of_row(cache: kvfold.CompressedCache, row: int) -> list[list[list[int]]]:
+    """Positions that a row keeps, by layer and head."""
+    return [layer[row] for layer in positions(cache)]
+
+
+def all_heads(cache: kvfold.CompressedCache, row: int) -> list[list[int]]:
+    """Positions that a row keeps, by head, of all layers one after another."""
+    return [head for layer in of_row(cache, row) for head in layer]
+
+
+def rounded(counts: list[int], forced: list[int], size: int) -> list[int]:
+    """Entries in whole pages: page by page to the head that lacks most, forced ones' first."""
+    pages = [-(-count // size) for count in forced]
+    while sum(pages) < sum(counts) // size:
+        lacking = [count - size * own for count, own in zip(counts, pages, strict=True)]
+        pages[lacking.index(max(lacking))] += 1
+    return [each * size for each in pages]
+
+
+def ranked(scores: Tensor, forced: Tensor, count: int) -> list[int]:
+    """The best of one head: forced entries, then the highest scores, of equal ones the earlier."""
+    order = sorted(range(len(scores)), key=lambda t: (not forced[t], -float(scores[t]), t))
+    return sorted(order[:count])
+
+
+# --- kept sets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("spec", BY_LAYER)
+def test_heads_keep_the_best_entries_of_rounded_sizes(spec, size) -> None:
+    model = build("llama", **HEADS)
+    whole = recorded(model, prompts(ALONE)[0])
+    own = policy(spec).keep(whole, SMALL)
+    expected = []
+    for scores, counts in zip(own.scores, own.counts.tolist(), strict=True):
+        forced = [int(own.forced.sum())] * len(counts)
+        sizes = rounded(counts, forced, size)
+        heads = zip(scores, sizes, strict=True)
+        expected.append([ranked(each, own.forced, count) for each, count in heads])
+    assert of_row(start(model, paged(spec, size)).cache, 0) == expected
+    again = policy(paged(spec, size)).keep(whole, SMALL)
+    assert [[head.tolist() for head in layer] for layer in again.indices] == expected
+    assert len({len(head) for layer in expected for head in layer}) > 1
+
+
+@BATCHES
+@pytest.mark.parametrize("spec", [*BY_LAYER, f"{SNAPKV} + match"])
+def test_a_layer_keeps_the_pages_that_its_entries_fill(spec, lengths) -> None:
+    model = build("llama", **HEADS)
+    own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, 3)))
+    for row in range(len(lengths)):
+        for mine, theirs in zip(of_row(cache, row), of_row(own, row), strict=True):
+            assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
+            assert not any(len(head) % 3 for head in mine)
+
+
+@BATCHES
+def test_pages_are_shared_by_all_layers_that_are_sized_together(tmp_path, lengths) -> None:
+    model = build("llama", **HEADS)
+    for spec in (zap_of(model, tmp_path, ",sinks=0,window=0"), D2O):
+        own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, 3)))
+        for row in range(len(lengths)):
+            mine, theirs = (all_heads(each, row) for each in (cache, own))
+            forced = [0] * len(mine)
+            if "zap" in spec:
+                assert list(map(len, mine)) == rounded(list(map(len, theirs)), forced, 3)
+            assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
+
+
+@pytest.mark.slow
+def test_kvzip_shares_its_pool_in_pages() -> None:
+    model, tokenizer = new_model(**HEADS), word_tokenizer()
+    everything, own, context = (
+        kvfold.compress(model, tokenizer, DOCUMENT, spec, budget, keep_scores=budget == 1.0)
+        for spec, budget in (("kvzip", 1.0), ("kvzip", 40), (paged("kvzip", 8), 40))
+    )
+    opening = int(own.cache.phase.prefix)
+    heads = all_heads(own.cache, 0)
+    sizes = rounded(list(map(len, heads)), [opening] * len(heads), 8)
+    scores = torch.cat([state.observers.kept.scores[0] for state in everything.cache.states])
+    forced = torch.arange(scores.shape[-1]) < opening
+    expected = [ranked(row, forced, count) for row, count in zip(scores, sizes, strict=True)]
+    assert all_heads(context.cache, 0) == expected
+    assert sum(sizes) == sum(map(len, heads)) // 8 * 8 and len(set(sizes)) > 1
+
+
+def test_a_row_of_a_batch_keeps_what_it_keeps_alone() -> None:
+    model, spec = build("llama", **HEADS), paged(f"{SNAPKV} + adakv", 5)
+    batch = start(model, spec, PADDED).cache
+    ids, _ = prompts(PADDED)
+    for row, length in enumerate(PADDED):
+        alone = kvfold.CompressedCache(model, spec, SMALL)
+        with torch.no_grad():
+            model(ids[row : row + 1, -length:], past_key_values=alone)
+        shift = 64 - length
+        moved = [[[t - shift for t in head] for head in layer] for layer in of_row(batch, row)]
+        assert moved == of_row(alone, 0)
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@BATCHES
+@pytest.mark.parametrize("spec", [SNAPKV, f"{SNAPKV} + adakv", "pyramidkv:window=8"])
+def test_answers_are_those_of_the_kept_entries(spec, lengths) -> None:
+    model, each = "llama", paged(spec, 3)
+    off, effect, _ = against_truth(model, each, lengths, torch.float64, every_step=False)
+    assert off <= 1e-6 and effect > 1e-3
+
+
+@pytest.mark.slow
+@BATCHES
+@pytest.mark.parametrize("behind", ["", " + adakv"])
+def test_answers_in_rounds_are_those_of_the_kept_entries(behind, lengths) -> None:
+    spec = paged(f"{SNAPKV}{behind} + every:interval=3", 3)
+    off, _, _ = against_truth("llama", spec, lengths, torch.float64, every_step=True)
+    assert off <= 1e-6
+
+
+@pytest.mark.slow
+@BATCHES
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"{SNAPKV} + merge", f"{SNAPKV} + adakv + merge", D2O, f"{SNAPKV} + match",
+        f"{SNAPKV} + adakv + kivi:group=8,residual=8", f"{SNAPKV} + think:queries=8,recent=8",
+        "rkv:window=8", "knorm:skip_layers=none + reindex", "triattention:prompt=counted", 
+        f"{SNAPKV} + every:interval=3,sizes=again + adakv",
+        "simlayerkv:window=8", "dbudgetkv", "auto:window=8",
+    ],
+)  # fmt: skip
+def test_pages_of_one_entry_change_nothing(spec, lengths) -> None:
+    """Merged, refitted and encoded entries among them, and sizes without a budget."""
+    model = build("llama", torch.float64)
+    own, cache = start(model, spec, lengths), start(model, paged(spec, 1), lengths)
+    for _ in range(2):
+        assert all(map(torch.allclose, decode(cache), decode(own)))
+        assert positions(cache.cache) == positions(own.cache)
+
+
+# --- rounds -------------------------------------------------------------------------------------
+
+
+@BATCHES
+@pytest.mark.parametrize("prompt", ["counted", "kept"])
+@pytest.mark.parametrize("sizes", ["", " + adakv"])
+def test_each_round_ends_with_whole_pages(sizes, prompt, lengths) -> None:
+    model = build("llama", **HEADS)
+    spec = f"{SNAPKV}{sizes} + every:interval=6,prompt={prompt}"
+    own, cache = start(model, spec, lengths), start(model, paged(spec, 5), lengths)
+    for step, token in enumerate(continuation(len(lengths), 30).split(1, 1), 1):
+        before = [layer.seen for layer in cache.cache.states]
+        own(token)
+        cache(token)
+        assert [layer.seen for layer in cache.cache.states] == [seen + 1 for seen in before]
+        for row in range(len(lengths)):
+            for mine, theirs in zip(of_row(cache.cache, row), of_row(own.cache, row), strict=True):
+                added = step % 6
+                if prompt == "counted" or step >= 24:
+                    assert not any((len(head) - added) % 5 for head in mine)
+                    held = sum(map(len, theirs)) - added * len(theirs)
+                    assert sum(map(len, mine)) == held // 5 * 5 + added * len(mine)
+
+
+def test_sizes_of_all_layers_hold_in_rounds(tmp_path) -> None:
+    model = build("llama", **HEADS)
+    zap = zap_of(model, tmp_path, ",sinks=0,window=3")
+    own, cache = (
+        start(model, f"{zap} + every:interval=4{more}") for more in ("", " + pages:size=3")
+    )
+    for _ in range(3):
+        decode(own, 4), decode(cache, 4)
+        mine, theirs = (all_heads(each.cache, 0) for each in (cache, own))
+        assert not any(len(head) % 3 for head in mine)
+        assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
+
+
+# --- contexts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["kvzip", SNAPKV, f"{SNAPKV} + kivi:group=8,residual=8"])
+def test_contexts_are_stored_and_read_on_in_pages(tmp_path, spec) -> None:
+    model, tokenizer = new_model(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, paged(spec, 16), 40)
+    context.save(tmp_path / "a.kvfold")
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    assert positions(loaded.cache) == positions(context.cache)
+    assert loaded.ask("the sky is", max_new_tokens=4) == context.ask("the sky is", max_new_tokens=4)
+    longer = context.append(" " + DOCUMENT) if "kvzip" not in spec else context
+    assert not any(len(head) % 16 for head in all_heads(longer.cache, 0))
+
+
+# --- what fits, and what does not ---------------------------------------------------------------
+
+
+def test_a_budget_that_holds_all_evicts_nothing() -> None:
+    model = build("llama")
+    for budget in (1.0, 64, 100):
+        cache, full = start(model, paged(SNAPKV, 7), budget=budget), start(model, "full")
+        assert positions(cache.cache) == positions(full.cache)
+        assert same(decode(cache), decode(full))
+
+
+def test_rows_that_fit_stay_beside_rows_in_pages() -> None:
+    cache = start(build("llama"), paged(SNAPKV, 8), PADDED, budget=26).cache
+    for layer in positions(cache):
+        assert [[len(head) for head in row] for row in layer] == [[24, 24], [24, 24], [24, 24]]
+    cache = start(build("llama"), paged(SNAPKV, 7), PADDED, budget=26).cache
+    for layer in positions(cache):
+        assert [[len(head) for head in row] for row in layer] == [[28, 21], [28, 21], [24, 24]]
+
+
+def test_forced_entries_have_their_pages() -> None:
+    cache = start(build("llama"), paged("snapkv:window=17", 16)).cache
+    assert {*map(len, all_heads(cache, 0))} == {32}
+    assert all(head[-17:] == list(range(47, 64)) for head in all_heads(cache, 0))
+    assert cache.stats().forced_over_budget
+
+
+@pytest.mark.parametrize("spec", ["keydiff", "keydiff + every:interval=4", "zap"])
+def test_less_than_a_page_for_each_layer_is_refused(tmp_path, spec) -> None:
+    model = build("llama")
+    spec = spec.replace("zap", zap_of(model, tmp_path, ",sinks=0,window=0"))
+    with pytest.raises(BudgetError, match="a page each at least: raise the budget"):
+        start(model, paged(spec, 41))
+    assert start(model, paged(spec, 40))
+
+
+def test_heads_of_latents_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="latents, one for all heads"):
+        start(build("deepseek_v3"), paged(SNAPKV, 4))
+
+
+def test_layers_and_heads_that_stay_whole_are_refused(tmp_path) -> None:
+    for spec in ("d2o_official:decode=append", "d2o_official:decode=append + every:interval=4"):
+        with pytest.raises(KvfoldError, match="some layers or heads whole"):
+            start(build("llama"), paged(spec, 4))
+
+
+REFUSED = [
+    ("pages", "compose it with a method that does"),
+    ("kivi + pages", "compose it with a method that does"),
+    ("pyramidinfer + pages", "compose it with a method that does"),
+    ("h2o + pages", "evicts one for each generated token: choose decode=append"),
+    ("tova + pages", "evicts one for each generated token"),
+    ("chunkkv + pages", "selects otherwise"),
+    ("sirllm + pages", "selects otherwise"),
+    ("cam + pages", "evicts one for each generated token"),
+    ("pages + full", "compose it with a method that does"),
+    ("snapkv + level + pages", "both bring the shape stage"),
+    ("snapkv + pages + recall", "recall keeps every entry"),
+    ("triattention:scope=model + pages", "both bring the shape stage"),
+    ("streaming_llm:decode=append + pages", "re-indexed"),
+    ("streaming_llm_original:decode=append + minicache + pages", "all their heads must keep"),
+]
+
+
+@pytest.mark.parametrize(("spec", "why"), REFUSED)
+def test_methods_that_leave_parts_of_pages_are_refused(spec, why) -> None:
+    with pytest.raises(IllegalComposition, match=why):
+        parse(spec).stages()
+
+
+def test_what_it_says_of_itself() -> None:
+    with pytest.raises(KvfoldError, match="at least 1 entry"):
+        parse("snapkv + pages:size=0")
+    made: Any = parse("snapkv + pages:size=16")
+    assert made.stages().inexact == "heads keep whole pages of 16 entries"
+    assert made.takes_budget and not made.by_head
+
+
+def test_the_name_of_before_is_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="shape='votes'"):
+        assert kvfold.Stages(level="votes") == kvfold.Stages(shape="votes")
+    with pytest.warns(DeprecationWarning, match="shape='best'"):
+        given = {"score": recency, "when": Rounds(8)}
+        assert kvfold.Stages(**given, agree=True) == kvfold.Stages(**given, shape="best")
