@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,20 @@ from torch import Tensor
 
 import kvfold
 from kvfold import BudgetError, IllegalComposition, KvfoldError, UnsupportedModel, parse
+from kvfold.fitted.of_model import write_fitted
+from kvfold.methods.stages.allocate.parts import Curve
+from kvfold.methods.stages.allocate.retrieval import RetrievalScores
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.when import Rounds
 from kvfold.policies import policy
 from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import ByHand, best
 from tests.helpers.caches import ALONE, BATCHES, PADDED, decode, positions, same, start
 from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.engine import recorded
 from tests.helpers.exactness import against_truth
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.rounds import assert_each_round
 from tests.helpers.scorers import zap_of
 from tests.helpers.tokenizers import word_tokenizer
 
@@ -44,6 +50,14 @@ def of_row(cache: kvfold.CompressedCache, row: int) -> list[list[list[int]]]:
 def all_heads(cache: kvfold.CompressedCache, row: int) -> list[list[int]]:
     """Positions that a row keeps, by head, of all layers one after another."""
     return [head for layer in of_row(cache, row) for head in layer]
+
+
+def curve_of(model: Any, path: Path) -> str:
+    """The text of curve with random parts of the budget for each head, written to `path`."""
+    parts = torch.rand(1, 4, 4, generator=torch.Generator().manual_seed(0))
+    curve = Curve(torch.tensor([0.3]), parts)
+    write_fitted(path, curve, model, written_by="", target="keydiff", texts=0)
+    return f"curve:file={path}"
 
 
 def rounded(counts: list[int], forced: list[int], size: int) -> list[int]:
@@ -96,12 +110,16 @@ def test_a_layer_keeps_the_pages_that_its_entries_fill(spec, lengths) -> None:
 @BATCHES
 def test_pages_are_shared_by_all_layers_that_are_sized_together(tmp_path, lengths) -> None:
     model = build("llama", **HEADS)
-    for spec in (zap_of(model, tmp_path, ",sinks=0,window=0"), D2O):
+    of_heads = (
+        zap_of(model, tmp_path, ",sinks=0,window=0"),
+        f"keydiff + {curve_of(model, tmp_path / 'curve.safetensors')}",
+    )
+    for spec in (*of_heads, D2O):
         own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, 3)))
         for row in range(len(lengths)):
             mine, theirs = (all_heads(each, row) for each in (cache, own))
-            forced = [0] * len(mine)
-            if "zap" in spec:
+            if spec in of_heads:
+                forced = [0] * len(mine)
                 assert list(map(len, mine)) == rounded(list(map(len, theirs)), forced, 3)
             assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
 
@@ -150,6 +168,17 @@ def test_answers_are_those_of_the_kept_entries(spec, lengths) -> None:
 
 @pytest.mark.slow
 @BATCHES
+def test_heads_without_a_page_answer_by_what_comes(tmp_path, lengths) -> None:
+    model = build("llama", torch.float64)
+    spec = paged(zap_of(model, tmp_path, ",sinks=0,window=0"), 8)
+    cache = start(model, spec, lengths).cache
+    assert any(not head for row in range(len(lengths)) for head in all_heads(cache, row))
+    off, effect, _ = against_truth("llama", spec, lengths, torch.float64, every_step=False)
+    assert off <= 1e-6 and effect > 1e-3
+
+
+@pytest.mark.slow
+@BATCHES
 @pytest.mark.parametrize("behind", ["", " + adakv"])
 def test_answers_in_rounds_are_those_of_the_kept_entries(behind, lengths) -> None:
     spec = paged(f"{SNAPKV}{behind} + every:interval=3", 3)
@@ -181,6 +210,20 @@ def test_pages_of_one_entry_change_nothing(spec, lengths) -> None:
 # --- rounds -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@BATCHES
+def test_rounds_keep_the_best_of_each_head_by_hand(lengths) -> None:
+    def round_of(one: ByHand) -> None:
+        for layer in one.layers:
+            if any(len(head) > SMALL for head in layer.heads):
+                for head, count in zip(layer.heads, (21, 18), strict=True):
+                    unit = head.keys / head.keys.norm(dim=-1, keepdim=True)
+                    head.keep(best(-(unit @ unit.mean(0)), count))
+
+    assert_each_round(paged("keydiff + every:interval=4", 3), round_of, lengths, 4)
+
+
+@pytest.mark.slow
 @BATCHES
 @pytest.mark.parametrize("prompt", ["counted", "kept"])
 @pytest.mark.parametrize("sizes", ["", " + adakv"])
@@ -202,6 +245,7 @@ def test_each_round_ends_with_whole_pages(sizes, prompt, lengths) -> None:
                     assert sum(map(len, mine)) == held // 5 * 5 + added * len(mine)
 
 
+@pytest.mark.slow
 def test_sizes_of_all_layers_hold_in_rounds(tmp_path) -> None:
     model = build("llama", **HEADS)
     zap = zap_of(model, tmp_path, ",sinks=0,window=3")
@@ -272,9 +316,13 @@ def test_heads_of_latents_are_refused() -> None:
 
 
 def test_layers_and_heads_that_stay_whole_are_refused(tmp_path) -> None:
-    for spec in ("d2o_official:decode=append", "d2o_official:decode=append + every:interval=4"):
+    model, path = build("llama"), tmp_path / "heads.safetensors"
+    scores = RetrievalScores(torch.rand(4, 2))
+    write_fitted(path, scores, model, written_by="", target="duo", texts=0)
+    d2o, duo = "d2o_official:decode=append", f"duo:file={path},sinks=2,recent=4"
+    for spec in (d2o, f"{d2o} + every:interval=4,prompt=kept", duo, f"{duo} + every:interval=4"):
         with pytest.raises(KvfoldError, match="some layers or heads whole"):
-            start(build("llama"), paged(spec, 4))
+            decode(start(model, paged(spec, 4)), 4)
 
 
 REFUSED = [
