@@ -24,37 +24,64 @@ def in_pages(own: Sequence[Chosen], positions: Sequence[Tensor], size: int) -> l
     entries leave, and whose own entries fill fewer pages than there are layers.
     """
     real = [of_layer >= 0 for of_layer in positions]
+    rests = [_rest(of_layer, size) for of_layer in positions]
     counts = [(each.slots >= 0).sum(-1) for each in own]
     stored = [of_layer.sum(-1) for of_layer in real]
-    forced = [(each.forced & of_layer).sum(-1) for each, of_layer in zip(own, real, strict=True)]
+    beside = [rest.sum(-1) for rest in rests]
+    forced = [
+        (each.forced & of_layer & ~rest).sum(-1)
+        for each, of_layer, rest in zip(own, real, rests, strict=True)
+    ]
     joined = together(counts)
-    rows = zip(joined.tolist(), together(forced).tolist(), together(stored).tolist(), strict=True)
-    whole = [_sizes(kept, stay, all_, size, len(own)) for kept, stay, all_ in rows]
+    rows = zip(*(together(part).tolist() for part in (counts, forced, stored, beside)), strict=True)
+    whole = [_sizes(*row, size, len(own)) for row in rows]
     sizes = torch.tensor(whole, device=joined.device)
     over = bool((sizes.sum(-1) > joined.sum(-1)).any())
     parts = apart(sizes, counts, [of_layer.shape[1] for of_layer in counts])
     return [
-        None if bool((kept == all_).all()) else _with_size(each, kept, places, over)
-        for each, kept, all_, places in zip(own, parts, stored, positions, strict=True)
+        None if bool((kept == all_).all()) else _with_size(each, kept, places, rest, over)
+        for each, kept, all_, places, rest in zip(own, parts, stored, positions, rests, strict=True)
     ]
 
 
+def _rest(positions: Tensor, size: int) -> Tensor:
+    """Tokens `[B, H, T]`, bool, of each row's last page of its text, if these do not fill it."""
+    seen = positions.amax((1, 2), keepdim=True) + 1
+    return positions >= seen - seen % size
+
+
 def _sizes(
-    counts: list[int], forced: list[int], stored: list[int], size: int, layers: int
+    counts: list[int],
+    forced: list[int],
+    stored: list[int],
+    beside: list[int],
+    size: int,
+    layers: int,
 ) -> list[int]:
-    """Entries that each head of a row keeps, of all layers one after another."""
+    """Entries that each head of a row keeps, of all layers one after another.
+
+    Those `beside` pages are among `counts` and `stored`, and not among `forced`.
+    """
     if counts == stored:
         return counts
-    pages = sum(counts) // size
-    if pages < layers:
+    if sum(counts) < size * layers:
         raise BudgetError(
-            f"{sum(counts)} entries of {len(counts)} KV heads fill {pages} pages of {size}, and "
-            f"{layers} layers keep a page each at least: raise the budget, or choose a smaller size"
+            f"{sum(counts)} entries of {len(counts)} KV heads fill {sum(counts) // size} pages of "
+            f"{size}, and {layers} layers keep a page each at least: raise the budget, or choose a "
+            "smaller size"
         )
-    return whole_pages(counts, forced, stored, size)
+    open_ = [
+        max(few, count - rest) for count, few, rest in zip(counts, forced, beside, strict=True)
+    ]
+    if sum(open_) < size * layers:  # the rest leaves less than a page of the budget
+        open_ = [-(-size * layers // len(counts))] * len(counts)
+    there = [all_ - rest for all_, rest in zip(stored, beside, strict=True)]
+    kept = whole_pages(open_, forced, there, size)
+    return [count + rest for count, rest in zip(kept, beside, strict=True)]
 
 
-def _with_size(own: Chosen, kept: Tensor, positions: Tensor, over: bool) -> Chosen:
-    """The choice with `kept [B, H]` entries in each head."""
-    slots = top(with_forced(own.scores, own.forced, positions), kept)
-    return dataclasses.replace(own, slots=slots, over_budget=own.over_budget or over)
+def _with_size(own: Chosen, kept: Tensor, positions: Tensor, rest: Tensor, over: bool) -> Chosen:
+    """The choice with `kept [B, H]` entries in each head, the `rest` among them."""
+    forced = own.forced | rest
+    slots = top(with_forced(own.scores, forced, positions), kept)
+    return dataclasses.replace(own, slots=slots, forced=forced, over_budget=own.over_budget or over)
