@@ -36,7 +36,6 @@ TESTED_BY = {
     "cache/history.py": "cache/test_continuation.py",
     "cache/layer.py": "cache/test_cache.py",
     "cache/level.py": "methods/test_level.py",
-    "cache/pages.py": "methods/test_pages.py",
     "cache/parts.py": "cache/test_cache.py",
     "cache/phase.py": "cache/test_cache.py",
     "cache/plan.py": "cache/test_setup.py",

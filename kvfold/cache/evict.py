@@ -129,12 +129,15 @@ def _in_pages(layers: Sequence[Due]) -> Iterator[tuple[Due, Chosen | None]]:
         yield from zip(layers, own, strict=True)
         return
     known = [_chosen(due) if each is None else each for due, each in zip(layers, own, strict=True)]
-    size = layers[0].stages.shape
+    states, size = [due.layer for due in layers], layers[0].stages.shape
     assert isinstance(size, int)
+    seen = [state.seen_per_row() for state in states]
     try:
-        paged = in_pages(known, [due.layer.positions() for due in layers], size)
+        paged = in_pages(known, [state.positions() for state in states], seen, size)
     except BudgetError as problem:
         raise BudgetError(f"{layers[0].stages.method}: {problem}") from None
+    for state, each in zip(states, known, strict=True):
+        _settle_heads(state, each)  # parts of pages count in later rounds
     yield from zip(layers, paged, strict=True)
 
 
@@ -193,8 +196,8 @@ def _apply(due: Due, chosen: Chosen | None) -> None:
         _keep_everything(state, observation, positions, counts)
         return
     kept = (chosen.slots >= 0).sum(-1)
-    if stages.rounds and stages.rounds.sizes == "fixed" and stages.heads is not None:
-        state.settle_heads((state.positions() >= 0).sum(-1), kept)
+    if stages.shape is None:
+        _settle_heads(state, chosen)
     state.note_size(state.capacity, state.over_budget or chosen.over_budget)
     if state.plan.scores_stay:
         state.observers.kept.set(chosen.scores)
@@ -204,6 +207,13 @@ def _apply(due: Due, chosen: Chosen | None) -> None:
         differ = stages.heads is not None or counts.dim() > 1 or isinstance(stages.shape, int)
         one_set = isinstance(stages.shape, str)
         _keep(state, observation, chosen.slots, ragged=differ and not one_set)
+
+
+def _settle_heads(state: LayerState, own: Chosen) -> None:
+    """Settles the sizes of heads by what they keep by themselves, where rounds leave them fixed."""
+    stages = state.plan.stages
+    if stages.rounds and stages.rounds.sizes == "fixed" and stages.heads is not None:
+        state.settle_heads((state.positions() >= 0).sum(-1), (own.slots >= 0).sum(-1))
 
 
 def _keep_everything(

@@ -16,51 +16,54 @@ from kvfold.methods.stages.select.choose import Chosen
 from kvfold.methods.stages.select.top import top, with_forced
 
 
-def in_pages(own: Sequence[Chosen], positions: Sequence[Tensor], size: int) -> list[Chosen | None]:
+def in_pages(
+    own: Sequence[Chosen], positions: Sequence[Tensor], seen: Sequence[Tensor], size: int
+) -> list[Chosen | None]:
     """The entries that layers sized together keep in pages of `size`; None where all stay.
 
     `own` is each layer's own choice, by the highest scores, of entries at `positions [B, H, T]`, −1
-    for padding. A row that keeps everything is left as it is. Raises BudgetError for a row of which
+    for padding, of `seen [B]` tokens. The last `seen % size` of these, the rest, stay beside the
+    pages. A row that keeps everything is left as it is. Raises BudgetError for a row of which
     entries leave, and whose own entries fill fewer pages than there are layers.
     """
-    real = [of_layer >= 0 for of_layer in positions]
-    rests = [_rest(of_layer, size) for of_layer in positions]
+    rests = [_rest(*of_layer, size) for of_layer in zip(positions, seen, strict=True)]
     counts = [(each.slots >= 0).sum(-1) for each in own]
-    stored = [of_layer.sum(-1) for of_layer in real]
+    stored = [(of_layer >= 0).sum(-1) for of_layer in positions]
     beside = [rest.sum(-1) for rest in rests]
     forced = [
-        (each.forced & of_layer & ~rest).sum(-1)
-        for each, of_layer, rest in zip(own, real, rests, strict=True)
+        (each.forced & (of_layer >= 0) & ~rest).sum(-1)
+        for each, of_layer, rest in zip(own, positions, rests, strict=True)
     ]
     joined = together(counts)
-    rows = zip(*(together(part).tolist() for part in (counts, forced, stored, beside)), strict=True)
-    whole = [_sizes(*row, size, len(own)) for row in rows]
-    sizes = torch.tensor(whole, device=joined.device)
+    rows = zip(*(together(part).tolist() for part in (counts, stored, forced, beside)), strict=True)
+    sizes = torch.tensor([_sizes(size, len(own), *row) for row in rows], device=joined.device)
     over = bool((sizes.sum(-1) > joined.sum(-1)).any())
     parts = apart(sizes, counts, [of_layer.shape[1] for of_layer in counts])
+    # Above the budget whole layers are chosen too, as they then tell of it.
     return [
-        None if bool((kept == all_).all()) else _with_size(each, kept, places, rest, over)
+        None
+        if not over and bool((kept == all_).all())
+        else _with_size(each, kept, places, rest, over)
         for each, kept, all_, places, rest in zip(own, parts, stored, positions, rests, strict=True)
     ]
 
 
-def _rest(positions: Tensor, size: int) -> Tensor:
-    """Tokens `[B, H, T]`, bool, of each row's last page of its text, if these do not fill it."""
-    seen = positions.amax((1, 2), keepdim=True) + 1
-    return positions >= seen - seen % size
+def _rest(positions: Tensor, seen: Tensor, size: int) -> Tensor:
+    """Bool mask `[B, H, T]` of the tokens of each row's last page, if these do not fill it."""
+    return positions >= (seen - seen % size).view(-1, 1, 1)
 
 
 def _sizes(
-    counts: list[int],
-    forced: list[int],
-    stored: list[int],
-    beside: list[int],
     size: int,
     layers: int,
+    counts: list[int],
+    stored: list[int],
+    forced: list[int],
+    beside: list[int],
 ) -> list[int]:
     """Entries that each head of a row keeps, of all layers one after another.
 
-    Those `beside` pages are among `counts` and `stored`, and not among `forced`.
+    Those `beside` pages are among `stored`, and not among `forced`.
     """
     if counts == stored:
         return counts
@@ -70,13 +73,9 @@ def _sizes(
             f"{size}, and {layers} layers keep a page each at least: raise the budget, or choose a "
             "smaller size"
         )
-    open_ = [
-        max(few, count - rest) for count, few, rest in zip(counts, forced, beside, strict=True)
-    ]
-    if sum(open_) < size * layers:  # the rest leaves less than a page of the budget
-        open_ = [-(-size * layers // len(counts))] * len(counts)
+    left = [count - rest for count, rest in zip(counts, beside, strict=True)]
     there = [all_ - rest for all_, rest in zip(stored, beside, strict=True)]
-    kept = whole_pages(open_, forced, there, size)
+    kept = whole_pages(left, forced, there, size, fewest=layers)
     return [count + rest for count, rest in zip(kept, beside, strict=True)]
 
 

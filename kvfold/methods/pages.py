@@ -10,8 +10,9 @@ from kvfold.methods.base import AddOn, Stages, register
     "pages",
     paper="",
     formula="""
-        pages[h] = ⌊n[h] / size⌋, and 1 more where n[h] mod size is among the largest
-        Σ_h pages[h] = ⌊Σ_h n[h] / size⌋;  n[h]: entries that head h would keep by itself
+        kept[h] = size · pages[h] + rest;  rest = seen mod size: the last tokens, in each head
+        pages[h] = ⌊m[h] / size⌋, and 1 more where m[h] mod size is among the largest
+        Σ_h pages[h] = ⌊Σ_h m[h] / size⌋;  m[h] = n[h] − rest, n[h]: what h would keep by itself
     """,
 )
 @dataclass(frozen=True)
@@ -21,12 +22,16 @@ class Pages(AddOn):
     For engines whose pages hold entries of one head: "snapkv + pages:size=16". The pages of a layer
     are as many as all its heads' entries fill, so that heads may differ by one; where the sizes of
     all layers are made together ("kvzip + pages"), they are counted over all layers. Each eviction
-    counts anew, in rounds too ("snapkv + every + pages"); tokens that come after it fill new pages.
+    counts anew, in rounds too ("snapkv + every + pages").
 
-    1. Where nothing has to leave the heads that share pages, all stays, last pages part-filled.
-    2. Entries that stay whatever their score have pages of their own, beyond the budget if need be;
-       a head that stores too few to fill these keeps all.
-    3. No other head keeps a part of a page: one that stores less than a page keeps nothing.
+    1. The rest, tokens of the text's last and unfilled page, stays in each head, inside the budget.
+       It is beside whole pages, until tokens that come fill its page.
+    2. Where nothing has to leave the heads that share pages, all stays.
+    3. Other entries that stay whatever their score have pages of their own, beyond the budget if
+       need be; a head that stores too few to fill these keeps all.
+    4. No other head keeps a part of a page: one that stores less than a page keeps the rest alone.
+    5. Where the rest leaves less than a page per layer, so many are kept all the same, beyond the
+       budget.
 
     Raises BudgetError for a budget below a page per layer. Refused for methods that evict at each
     step, that select whole chunks or otherwise than by score, or that keep heads or layers whole
@@ -41,4 +46,5 @@ class Pages(AddOn):
             raise KvfoldError(f"pages:size is at least 1 entry, not {self.size}")
 
     def brings(self) -> Stages:
-        return Stages(shape=self.size, inexact=f"heads keep whole pages of {self.size} entries")
+        pages = f"whole pages of {self.size} entries beside the text's last, unfilled one"
+        return Stages(shape=self.size, inexact=f"heads keep {pages}")

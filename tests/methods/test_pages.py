@@ -25,6 +25,7 @@ from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.engine import recorded
 from tests.helpers.exactness import against_truth
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.pages import all_heads, filled, of_row, paged, rounded, whole_beside
 from tests.helpers.rounds import assert_each_round
 from tests.helpers.scorers import zap_of
 from tests.helpers.tokenizers import word_tokenizer
@@ -38,35 +39,12 @@ BY_LAYER = [
 D2O = "d2o:decode=append,skip_layers=none,spending=exact"
 
 
-def paged(spec: str, size: int) -> str:
-    return f"{spec} + pages:size={size}"
-
-
-def of_row(cache: kvfold.CompressedCache, row: int) -> list[list[list[int]]]:
-    """Positions that a row keeps, by layer and head."""
-    return [layer[row] for layer in positions(cache)]
-
-
-def all_heads(cache: kvfold.CompressedCache, row: int) -> list[list[int]]:
-    """Positions that a row keeps, by head, of all layers one after another."""
-    return [head for layer in of_row(cache, row) for head in layer]
-
-
 def curve_of(model: Any, path: Path) -> str:
     """The text of curve with random parts of the budget for each head, written to `path`."""
     parts = torch.rand(1, 4, 4, generator=torch.Generator().manual_seed(0))
     curve = Curve(torch.tensor([0.3]), parts)
     write_fitted(path, curve, model, written_by="", target="keydiff", texts=0)
     return f"curve:file={path}"
-
-
-def rounded(counts: list[int], forced: list[int], size: int) -> list[int]:
-    """Entries in whole pages: page by page to the head that lacks most, forced ones' first."""
-    pages = [-(-count // size) for count in forced]
-    while sum(pages) < sum(counts) // size:
-        lacking = [count - size * own for count, own in zip(counts, pages, strict=True)]
-        pages[lacking.index(max(lacking))] += 1
-    return [each * size for each in pages]
 
 
 def ranked(scores: Tensor, forced: Tensor, count: int) -> list[int]:
@@ -78,22 +56,22 @@ def ranked(scores: Tensor, forced: Tensor, count: int) -> list[int]:
 # --- kept sets ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize(("size", "rest"), [(3, 1), (8, 0), (13, 12)])
 @pytest.mark.parametrize("spec", BY_LAYER)
-def test_heads_keep_the_best_entries_of_rounded_sizes(spec, size) -> None:
+def test_heads_keep_the_best_entries_of_rounded_sizes(spec, size, rest) -> None:
     model = build("llama", **HEADS)
     whole = recorded(model, prompts(ALONE)[0])
     own = policy(spec).keep(whole, SMALL)
-    expected = []
+    expected, before = [], torch.arange(64) < 64 - rest
     for scores, counts in zip(own.scores, own.counts.tolist(), strict=True):
-        forced = [int(own.forced.sum())] * len(counts)
-        sizes = rounded(counts, forced, size)
-        heads = zip(scores, sizes, strict=True)
-        expected.append([ranked(each, own.forced, count) for each, count in heads])
+        forced = [int((own.forced & before).sum())] * len(counts)
+        heads = zip(scores, rounded(counts, forced, size, rest), strict=True)
+        expected.append([ranked(each, own.forced | ~before, count) for each, count in heads])
     assert of_row(start(model, paged(spec, size)).cache, 0) == expected
     again = policy(paged(spec, size)).keep(whole, SMALL)
     assert [[head.tolist() for head in layer] for layer in again.indices] == expected
-    assert len({len(head) for layer in expected for head in layer}) > 1
+    differ = len({len(head) for layer in expected for head in layer}) > 1
+    assert differ != (size == 13 and spec.startswith("streaming"))  # a page of sinks in each
 
 
 @BATCHES
@@ -101,27 +79,28 @@ def test_heads_keep_the_best_entries_of_rounded_sizes(spec, size) -> None:
 def test_a_layer_keeps_the_pages_that_its_entries_fill(spec, lengths) -> None:
     model = build("llama", **HEADS)
     own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, 3)))
-    for row in range(len(lengths)):
+    for row, length in enumerate(lengths):  # rests of 1, 2 and 0
         for mine, theirs in zip(of_row(cache, row), of_row(own, row), strict=True):
-            assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
-            assert not any(len(head) % 3 for head in mine)
+            forced = max(0, 8 - length % 3) if spec.startswith("pyramidkv") else 0
+            assert filled(mine, theirs, 3, length, forced=forced)
 
 
 @BATCHES
-def test_pages_are_shared_by_all_layers_that_are_sized_together(tmp_path, lengths) -> None:
+@pytest.mark.parametrize("size", [3, 13])
+def test_pages_are_shared_by_all_layers_that_are_sized_together(tmp_path, size, lengths) -> None:
     model = build("llama", **HEADS)
     of_heads = (
         zap_of(model, tmp_path, ",sinks=0,window=0"),
         f"keydiff + {curve_of(model, tmp_path / 'curve.safetensors')}",
     )
-    for spec in (*of_heads, D2O):
-        own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, 3)))
-        for row in range(len(lengths)):
+    for spec in of_heads if size == 13 else (*of_heads, D2O):
+        own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, size)))
+        for row, length in enumerate(lengths):
             mine, theirs = (all_heads(each, row) for each in (cache, own))
             if spec in of_heads:
-                forced = [0] * len(mine)
-                assert list(map(len, mine)) == rounded(list(map(len, theirs)), forced, 3)
-            assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
+                wanted = list(map(len, theirs)), [0] * len(mine), size, length % size
+                assert list(map(len, mine)) == rounded(*wanted)
+            assert filled(mine, theirs, size, length)
 
 
 @pytest.mark.slow
@@ -133,12 +112,15 @@ def test_kvzip_shares_its_pool_in_pages() -> None:
     )
     opening = int(own.cache.phase.prefix)
     heads = all_heads(own.cache, 0)
-    sizes = rounded(list(map(len, heads)), [opening] * len(heads), 8)
+    seen = own.cache.get_seq_length()
+    sizes = rounded(list(map(len, heads)), [opening] * len(heads), 8, seen % 8)
     scores = torch.cat([state.observers.kept.scores[0] for state in everything.cache.states])
-    forced = torch.arange(scores.shape[-1]) < opening
+    tokens = torch.arange(seen)
+    forced = (tokens < opening) | (tokens >= seen - seen % 8)
     expected = [ranked(row, forced, count) for row, count in zip(scores, sizes, strict=True)]
     assert all_heads(context.cache, 0) == expected
-    assert sum(sizes) == sum(map(len, heads)) // 8 * 8 and len(set(sizes)) > 1
+    assert filled(all_heads(context.cache, 0), heads, 8, seen, seen)
+    assert len(set(sizes)) > 1
 
 
 def test_a_row_of_a_batch_keeps_what_it_keeps_alone() -> None:
@@ -213,12 +195,17 @@ def test_pages_of_one_entry_change_nothing(spec, lengths) -> None:
 @pytest.mark.slow
 @BATCHES
 def test_rounds_keep_the_best_of_each_head_by_hand(lengths) -> None:
+    SIZES = [(21, 18), (19, 19), (20, 20)]  # by the rest: 20 entries of 2 heads, in pages of 3
+
     def round_of(one: ByHand) -> None:
         for layer in one.layers:
             if any(len(head) > SMALL for head in layer.heads):
-                for head, count in zip(layer.heads, (21, 18), strict=True):
+                rest = (max(layer.heads[0].positions) + 1) % 3
+                for head, count in zip(layer.heads, SIZES[rest], strict=True):
                     unit = head.keys / head.keys.norm(dim=-1, keepdim=True)
-                    head.keep(best(-(unit @ unit.mean(0)), count))
+                    scores = -(unit @ unit.mean(0))
+                    scores[len(head) - rest :] = torch.inf
+                    head.keep(best(scores, count))
 
     assert_each_round(paged("keydiff + every:interval=4", 3), round_of, lengths, 4)
 
@@ -232,17 +219,13 @@ def test_each_round_ends_with_whole_pages(sizes, prompt, lengths) -> None:
     spec = f"{SNAPKV}{sizes} + every:interval=6,prompt={prompt}"
     own, cache = start(model, spec, lengths), start(model, paged(spec, 5), lengths)
     for step, token in enumerate(continuation(len(lengths), 30).split(1, 1), 1):
-        before = [layer.seen for layer in cache.cache.states]
         own(token)
         cache(token)
-        assert [layer.seen for layer in cache.cache.states] == [seen + 1 for seen in before]
-        for row in range(len(lengths)):
+        for row, length in enumerate(lengths):
             for mine, theirs in zip(of_row(cache.cache, row), of_row(own.cache, row), strict=True):
-                added = step % 6
-                if prompt == "counted" or step >= 24:
-                    assert not any((len(head) - added) % 5 for head in mine)
-                    held = sum(map(len, theirs)) - added * len(theirs)
-                    assert sum(map(len, mine)) == held // 5 * 5 + added * len(mine)
+                assert whole_beside(mine, 5, length + step, 64 + step)
+                if step % 6 == 0 and (prompt == "counted" or step >= 24):
+                    assert filled(mine, theirs, 5, length + step, 64 + step)
 
 
 @pytest.mark.slow
@@ -252,11 +235,9 @@ def test_sizes_of_all_layers_hold_in_rounds(tmp_path) -> None:
     own, cache = (
         start(model, f"{zap} + every:interval=4{more}") for more in ("", " + pages:size=3")
     )
-    for _ in range(3):
+    for seen in (68, 72, 76):  # rests of 2, 0 and 1
         decode(own, 4), decode(cache, 4)
-        mine, theirs = (all_heads(each.cache, 0) for each in (cache, own))
-        assert not any(len(head) % 3 for head in mine)
-        assert sum(map(len, mine)) == sum(map(len, theirs)) // 3 * 3
+        assert filled(all_heads(cache.cache, 0), all_heads(own.cache, 0), 3, seen, seen)
 
 
 # --- contexts -----------------------------------------------------------------------------------
@@ -271,7 +252,8 @@ def test_contexts_are_stored_and_read_on_in_pages(tmp_path, spec) -> None:
     assert positions(loaded.cache) == positions(context.cache)
     assert loaded.ask("the sky is", max_new_tokens=4) == context.ask("the sky is", max_new_tokens=4)
     longer = context.append(" " + DOCUMENT) if "kvzip" not in spec else context
-    assert not any(len(head) % 16 for head in all_heads(longer.cache, 0))
+    seen = longer.cache.get_seq_length()
+    assert whole_beside(all_heads(longer.cache, 0), 16, seen, seen)
 
 
 # --- what fits, and what does not ---------------------------------------------------------------
@@ -285,29 +267,16 @@ def test_a_budget_that_holds_all_evicts_nothing() -> None:
         assert same(decode(cache), decode(full))
 
 
-def test_rows_that_fit_stay_beside_rows_in_pages() -> None:
-    cache = start(build("llama"), paged(SNAPKV, 8), PADDED, budget=26).cache
-    for layer in positions(cache):
-        assert [[len(head) for head in row] for row in layer] == [[24, 24], [24, 24], [24, 24]]
-    cache = start(build("llama"), paged(SNAPKV, 7), PADDED, budget=26).cache
-    for layer in positions(cache):
-        assert [[len(head) for head in row] for row in layer] == [[28, 21], [28, 21], [24, 24]]
-
-
-def test_forced_entries_have_their_pages() -> None:
-    cache = start(build("llama"), paged("snapkv:window=17", 16)).cache
-    assert {*map(len, all_heads(cache, 0))} == {32}
-    assert all(head[-17:] == list(range(47, 64)) for head in all_heads(cache, 0))
-    assert cache.stats().forced_over_budget
-
-
 @pytest.mark.parametrize("spec", ["keydiff", "keydiff + every:interval=4", "zap"])
 def test_less_than_a_page_for_each_layer_is_refused(tmp_path, spec) -> None:
     model = build("llama")
     spec = spec.replace("zap", zap_of(model, tmp_path, ",sinks=0,window=0"))
     with pytest.raises(BudgetError, match="a page each at least: raise the budget"):
         start(model, paged(spec, 41))
-    assert start(model, paged(spec, 40))
+    assert start(model, paged(spec, 40)).cache.stats().forced_over_budget  # beside a rest of 24
+    with pytest.raises(BudgetError, match="fill 0 pages of 32"):
+        start(model, paged("keydiff", 32), budget=15)
+    assert not start(model, paged("keydiff", 32), budget=16).cache.stats().forced_over_budget
 
 
 def test_heads_of_latents_are_refused() -> None:
@@ -353,7 +322,7 @@ def test_what_it_says_of_itself() -> None:
     with pytest.raises(KvfoldError, match="at least 1 entry"):
         parse("snapkv + pages:size=0")
     made: Any = parse("snapkv + pages:size=16")
-    assert made.stages().inexact == "heads keep whole pages of 16 entries"
+    assert made.stages().inexact.startswith("heads keep whole pages of 16 entries beside")
     assert made.takes_budget and not made.by_head
 
 

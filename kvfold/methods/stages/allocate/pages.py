@@ -8,19 +8,24 @@ from heapq import heapify, heappop, heappush
 
 
 def whole_pages(
-    counts: Sequence[int], forced: Sequence[int], stored: Sequence[int], size: int
+    counts: Sequence[int],
+    forced: Sequence[int],
+    stored: Sequence[int],
+    size: int,
+    fewest: int = 0,
 ) -> list[int]:
-    """Entries that each head keeps in pages of `size`, near its own `counts`.
+    """Entries that each head keeps in pages of `size`, near its own `counts`, below 0 perhaps.
 
-    There are ⌊Σ counts / size⌋ pages in all. Each head gets those that its count fills; the others
-    go to the largest remainders, of equal ones to the earlier head. A head has pages for its
-    `forced` entries, though the sum be larger, and no more pages than its `stored` entries fill. A
-    head whose forced entries do not fit those keeps all that it stores. The sum is smaller where
-    stored entries fill fewer pages. `forced ≤ counts ≤ stored` in each head.
+    There are ⌊Σ counts / size⌋ pages in all, and at least the `fewest`. Each head gets those that
+    its count fills; the others go to the largest remainders, of equal ones to the earlier head. A
+    head has pages for its `forced` entries, though the sum be larger, and no more pages than its
+    `stored` entries fill. A head whose forced entries do not fit those keeps all that it stores.
+    The sum is smaller where stored entries fill fewer pages. `forced, counts ≤ stored` in each
+    head.
     """
     least = [-(-count // size) for count in forced]
     most = [max(all_ // size, few) for all_, few in zip(stored, least, strict=True)]
-    total = max(sum(least), min(sum(counts) // size, sum(most)))
+    total = max(sum(least), min(max(fewest, sum(counts) // size), sum(most)))
     pages = [max(count // size, few) for count, few in zip(counts, least, strict=True)]
     missing = total - sum(pages)
     bounds, step = (most, 1) if missing > 0 else (least, -1)
