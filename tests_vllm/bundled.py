@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvfold.methods.stages.select.one_set import Rule
 from kvfold.serve.vllm.placeholders import ServedFolder
 
 TOKENS, NEW = 700, 24
-# Method and budget; vLLM's pages hold 128 entries.
+# Method and budget; vLLM's pages hold 128 entries where they are not of single heads.
 CONTEXTS: dict[str, tuple[str, Any]] = {
     "whole-pages": ("snapkv", 256),
     "broken-page": ("snapkv", 300),
@@ -35,7 +36,19 @@ LEVELLED: dict[str, tuple[str, Any, Rule]] = {
     for method in ("kvzip", "adakv", "pyramidkv")
     for rule in get_args(Rule)
 }
-CODED, UNEVEN = "coded", "uneven"
+# Heads that keep different numbers of tokens, in whole pages.
+PAGED: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "kvzip", "adakv", "pyramidkv", "snapkv", "knorm", "pyramidkv + adakv", "rkv", "keydiff",
+            "random", "leverage", "cur", "h2o:decode=append", "compactor", "expected_attention",
+            "zap", "roco:decode=append",
+        ),
+        0.3,
+    ),
+    "simlayerkv:window=100,recent=100,threshold=0.5": None,
+}  # fmt: skip
+CODED, UNEVEN, SIXTEEN = "coded", "uneven", "sixteen"
 NAMES = (*CONTEXTS, *LEVELLED, CODED)
 QUESTIONS = ("What is this text about?", "Which number is it?")
 
@@ -52,9 +65,9 @@ class Kvfold:
 
     @classmethod
     def with_files_in(cls, folder: Path) -> Kvfold:
-        """All contexts, and what vLLM cannot hold: `packed`, `biased`, `uneven`, and `stranger`.
+        """All contexts, and what vLLM cannot hold: `packed`, `biased`, `uneven`, `sixteen`.
 
-        The last one is of other weights.
+        The last one has pages of 16 entries. `stranger` is of other weights.
         """
         model, tokenizer = kvfold.bundled_model()
         count = partial(token_count, tokenizer)
@@ -66,6 +79,10 @@ class Kvfold:
         }
         for name, (method, budget, rule) in LEVELLED.items():
             contexts[name] = read(model, tokenizer, method=method, budget=budget).levelled(rule)
+        for method, budget in PAGED.items():
+            contexts[paged(method)] = read(
+                model, tokenizer, method=f"{method} + pages", budget=budget
+            )
         for name, context in contexts.items():
             context.save(folder / f"{name}.kvfold")
         contexts[CODED] = _coded(model, tokenizer, contexts["whole-pages"], folder)
@@ -74,6 +91,8 @@ class Kvfold:
         biased.save(folder / "biased.kvfold")
         contexts[UNEVEN] = read(model, tokenizer, method="pyramidkv", budget=200)
         contexts[UNEVEN].save(folder / f"{UNEVEN}.kvfold")
+        contexts[SIXTEEN] = read(model, tokenizer, method="kvzip + pages:size=16", budget=0.3)
+        contexts[SIXTEEN].save(folder / f"{SIXTEEN}.kvfold")
         other, _ = kvfold.bundled_model()
         with torch.no_grad():
             other.model.norm.weight.mul_(1.01)
@@ -108,6 +127,11 @@ class Kvfold:
         )
         tokens: list[int] = out[0, ids.shape[1] :].tolist()
         return tokens
+
+
+def paged(method: str) -> str:
+    """The id of a context of a method in pages."""
+    return "-".join(["pages", *re.findall(r"\w+", method)])
 
 
 def _coded(model: Any, tokenizer: Any, context: kvfold.Context, folder: Path) -> kvfold.Context:

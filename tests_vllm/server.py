@@ -22,17 +22,17 @@ from kvfold.cli.serve_vllm import serve
 if __name__ == "__main__":
     serve("bundled", host="127.0.0.1", port=int(sys.argv[1]), api_key=sys.argv[2],
           folder=Path(sys.argv[3]), body=2**20, arguments="--max-model-len 1024 --max-num-seqs 8",
-          method="kvzip", budget="0.3", parts=None if sys.argv[4] == "" else sys.argv[4])
+          method="kvzip", budget="0.3")
 """
 
 
 @contextmanager
-def served(folder: Path, parts: str = "") -> Iterator[str]:
+def served(folder: Path) -> Iterator[str]:
     """`kvfold serve --engine vllm` over the contexts of a folder, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", START, str(port), KEY, str(folder), parts]
+    command = [sys.executable, "-c", START, str(port), KEY, str(folder)]
     process = subprocess.Popen(command)
     try:
         while True:

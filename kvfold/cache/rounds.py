@@ -35,7 +35,7 @@ def note_token(state: LayerState, call: AttentionCall) -> None:
     if left < window.width:
         window.add_step(call.query, seen - 1)
     if left <= 0:
-        _evict_round(state, call)
+        evict_round(state, call)
         state.end_round(left)
         if _rounds(state).every >= window.width:
             window.clear()
@@ -59,7 +59,7 @@ def _begin(state: LayerState, call: AttentionCall) -> None:
         state.note_size(size_of(state, observation))
 
 
-def _evict_round(state: LayerState, call: AttentionCall) -> None:
+def evict_round(state: LayerState, call: AttentionCall) -> None:
     """Brings every row and head back to its capacity, by the scores of all stored entries.
 
     A method without a budget may measure how many that are.

@@ -23,7 +23,7 @@ from kvfold.writing import check_place, has_content
 
 if TYPE_CHECKING:
     from kvfold.budget import Budget
-    from kvfold.jobs.compress import CompressJob, CompressOptions, Job, LevelJob
+    from kvfold.jobs.compress import CompressJob, CompressOptions, Job, RereadJob
     from kvfold.methods.stages.select.one_set import Rule
 
 
@@ -42,7 +42,9 @@ def command(
     model: options.ModelName,
     documents: Annotated[
         list[Path],
-        typer.Argument(help="Text files; - is standard input; a context file, with --level."),
+        typer.Argument(
+            help="Text files; - is standard input; a context file, with --level or --pages."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -65,7 +67,11 @@ def command(
     ] = False,
     level: Annotated[
         options.LevelRule | None,
-        typer.Option(help="One set of tokens for all heads, as vLLM's pages need; reads twice."),
+        typer.Option(help="One set of tokens for all heads, for engines' pages; reads twice."),
+    ] = None,
+    pages: Annotated[
+        int | None,
+        typer.Option(min=1, help="Whole pages of so many entries for each head, as vLLM's hold."),
     ] = None,
     codec: options.CodecText = None,
     encoding: options.Encoding = "utf-8",
@@ -87,7 +93,7 @@ def command(
 ) -> None:
     """Compress documents into files; ask them questions later with `kvfold ask`.
 
-    A context file's text is read again by the file's own method and budget, and levelled.
+    A context file's text is read again by the file's own method and budget, in another shape.
     """
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
@@ -96,12 +102,14 @@ def command(
         from kvfold.codecs.codec import codec_of
         from kvfold.contexts.context import check_reusable
         from kvfold.contexts.files.write import check_packable
-        from kvfold.contexts.levelled import level_of
+        from kvfold.contexts.levelled import level_of, shaped
         from kvfold.generation.pieces import check_per_chunk
         from kvfold.jobs.compress import CompressJob, CompressOptions, check_options
         from kvfold.serve.context_folder import SUFFIX
+    if pages is not None and level is not None:
+        raise KvfoldError("--pages and --level are two shapes of one context: choose one")
     if any(path.suffix == SUFFIX for path in documents):
-        job = _of_file(documents, out, level, prefill_chunk, codec)
+        job = _of_file(documents, out, pages or level, prefill_chunk, codec)
         why = "a context file is read again by a method and a budget of its own"
         options.refuse_given(ctx, OF_TEXTS, why)
         if _is_there(job.path, force):
@@ -110,6 +118,8 @@ def command(
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
     chosen, limit = options.checked(method, budget or usual)
+    if pages is not None:
+        chosen = shaped(chosen, pages)
     check_reusable(chosen)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
@@ -167,26 +177,26 @@ def command(
 def _of_file(
     documents: list[Path],
     out: Path | None,
-    level: Rule | None,
+    shape: Rule | int | None,
     prefill_chunk: int | None,
     codec: str | None,
-) -> LevelJob:
-    """The job that levels a context file.
+) -> RereadJob:
+    """The job that reads a context file's text again.
 
-    Raises KvfoldError unless it is one file, with a rule, and another file to write.
+    Raises KvfoldError unless it is one file, with a shape, and another file to write.
     """
-    from kvfold.jobs.compress import LevelJob
+    from kvfold.jobs.compress import RereadJob
     from kvfold.serve.context_folder import SUFFIX
 
     source = next(path for path in documents if path.suffix == SUFFIX)
-    if len(documents) > 1 or level is None:
+    if len(documents) > 1 or shape is None:
         raise KvfoldError(
             f"{source} holds a method and a budget of its own: name one context file, with --level "
-            "and --out"
+            "or --pages, and --out"
         )
     if out is None or out.resolve() == source.resolve():
-        raise KvfoldError(f"{source} stays as it is: name the levelled file, --out PATH")
-    return LevelJob(source, _file(source, out), level, prefill_chunk, codec)
+        raise KvfoldError(f"{source} stays as it is: name the other file, --out PATH")
+    return RereadJob(source, _file(source, out), shape, prefill_chunk, codec)
 
 
 def _file(document: Path, out: Path | None) -> Path:

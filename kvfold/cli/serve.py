@@ -25,7 +25,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 # Parameters that apply with --engine vllm.
 OF_VLLM = (
     "model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules", "method",
-    "budget", "level", "contexts", "parts",
+    "budget", "every", "level", "contexts", "parts",
 )  # fmt: skip
 
 
@@ -136,12 +136,21 @@ def command(
         typer.Option(
             help="With vLLM: one set of tokens for all heads of texts compressed on arrival and of "
             "uneven files.",
-            show_default="mass, where heads keep different numbers",
+            show_default="heads keep their own, in whole pages",
+        ),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With vLLM: --method evicts from prompts, and again after so many generated "
+            "tokens.",
+            show_default="once, when the prompt has been read",
         ),
     ] = None,
     parts: Annotated[
         str | None,
-        typer.Option(help='With vLLM: the part of contexts that each layer holds: "1,1,0.5,0.25".'),
+        typer.Option(hidden=True, help="Until 0.2: refused, with what replaces it."),
     ] = None,
     *,
     loading: Loading,
@@ -150,8 +159,8 @@ def command(
 
     Each worker answers one request after the other; requests are not batched together. Contexts
     are shared: a request costs its question and its answer. With --engine vllm only host, port,
-    api-key, folder, body, import, parts, and for texts compressed on arrival method, budget, level
-    and contexts apply; others are refused.
+    api-key, folder, body, import, and for prompts and texts compressed on arrival method, budget,
+    every, level and contexts apply; others are refused.
     """
     from kvfold.budget import Budget
     from kvfold.codecs.codec import codec_of
@@ -160,6 +169,11 @@ def command(
     largest = int(Budget.bytes(body).amount)
     api_key = api_key and api_key.strip()  # files of secrets end with a line break
     given = options.given_options(ctx)
+    if parts is not None:
+        raise KvfoldError(
+            "--parts is gone, as each head has pages of its own in vLLM now: compress with "
+            "--method 'pyramidkv + pages'"
+        )
     if engine == "vllm":
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
@@ -176,13 +190,13 @@ def command(
             arguments=vllm,
             method=method if "method" in given else None,
             budget=budget if "budget" in given else None,
+            every=every,
             level=level,
             contexts=contexts,
-            parts=parts,
         )
         return
-    if vllm or level is not None or parts is not None:
-        raise KvfoldError("--vllm, --level and --parts are for --engine vllm")
+    if vllm or level is not None or every is not None:
+        raise KvfoldError("--vllm, --level and --every are for --engine vllm")
     out = console()
     with out.status("importing torch and transformers"):
         try:

@@ -22,7 +22,7 @@ from kvfold.contexts.chat import Chat
 from kvfold.contexts.document import CompressedDocument
 from kvfold.contexts.edits import Mode
 from kvfold.contexts.files.write import save
-from kvfold.contexts.levelled import levelled
+from kvfold.contexts.levelled import levelled, paged
 from kvfold.errors import KvfoldError
 from kvfold.generation.length import check_length, reach
 from kvfold.generation.reading import read_on, read_per_chunk, read_turn
@@ -102,6 +102,15 @@ class Context(CompressedDocument):
         evicts while decoding.
         """
         return levelled(self, rule, prefill_chunk)
+
+    def paged(self, size: int = 32, *, prefill_chunk: int | None = None) -> Context:
+        """This document with whole pages of `size` entries for each head, for engines' pages.
+
+        Its text is read once more, in forwards of `prefill_chunk` tokens, by the method with
+        `pages`. Raises KvfoldError for a text compressed per chunk or levelled, and for a method
+        that takes no pages.
+        """
+        return paged(self, size, prefill_chunk)
 
     def span(self, part: str, occurrence: int | None = None) -> Span:
         """Token range of a `part` of the document, for its edits; errors as for `kvfold.span`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context levelled for engines: one set of tokens for all heads, and what that changes."""
+"""Contexts in the shape of an engine's pages: one set of tokens for all heads, or whole pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from kvfold.contexts.files.header import LevelHeader
 from kvfold.errors import KvfoldError
 from kvfold.generation.reading import read_turn
 from kvfold.hf.versions import CACHE
-from kvfold.methods.base import Method, with_part
+from kvfold.methods.base import Composition, Method, parts_of, with_part
 from kvfold.methods.level import Level
+from kvfold.methods.pages import Pages
 from kvfold.methods.stages.select.one_set import Rule
 
 Document = TypeVar("Document", bound=CompressedDocument)
@@ -38,6 +39,29 @@ def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Docume
     Raises KvfoldError for a context compressed per chunk or levelled before; and what
     `CompressedCache` raises for a method that cannot be levelled.
     """
+    made = _reread(context, rule, prefill_chunk)
+    cache = context.cache
+    asked = Chat(context).question_ids(QUESTION, "", special_tokens=False)
+    kl, tokens = distance(context, made, asked)
+    counts = [count for layer in cache.stats().kept for count in layer[0]]
+    own, one = sum(counts) / len(counts), made.stats().kept[0][0][0]
+    header = LevelHeader(rule=rule, own=own, tokens=one, kl=kl, measured=tokens)
+    return replace(context, cache=made, level=header)
+
+
+def paged(context: Document, size: int, prefill_chunk: int | None) -> Document:
+    """`context` with whole pages of `size` entries for each head; its text is read again.
+
+    In forwards of `prefill_chunk` tokens; None: all at once. Raises KvfoldError as `levelled`, for
+    a method that takes no pages.
+    """
+    return replace(context, cache=_reread(context, size, prefill_chunk))
+
+
+def _reread(
+    context: CompressedDocument, shape: Rule | int, prefill_chunk: int | None
+) -> CompressedCache:
+    """The cache of a context's text, read again by its method in this shape."""
     context.check()
     cache = context.cache
     if cache.per_chunk is not None or context.level is not None:
@@ -45,7 +69,7 @@ def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Docume
         raise KvfoldError(f"this text was compressed {how} already: compress it again")
     made = CompressedCache(
         context.model,
-        level_of(cache.method, rule),
+        reshaped(cache.method, shape),
         cache.budget,
         tokenizer=context.tokenizer,
         protect=cache.protect,
@@ -53,12 +77,21 @@ def levelled(context: Document, rule: Rule, prefill_chunk: int | None) -> Docume
     )
     made.binding.put_frame(context.frame)
     read_turn(context.model, made, context.ids, chunk=prefill_chunk)
-    asked = Chat(context).question_ids(QUESTION, "", special_tokens=False)
-    kl, tokens = distance(context, made, asked)
-    counts = [count for layer in cache.stats().kept for count in layer[0]]
-    own, one = sum(counts) / len(counts), made.stats().kept[0][0][0]
-    header = LevelHeader(rule=rule, own=own, tokens=one, kl=kl, measured=tokens)
-    return replace(context, cache=made, level=header)
+    return made
+
+
+def shaped(method: Method, shape: Rule | int) -> Method:
+    """`method` levelled by a rule, or with pages of so many entries.
+
+    Raises IllegalComposition for one that cannot.
+    """
+    return with_part(method, Pages(shape)) if isinstance(shape, int) else level_of(method, shape)
+
+
+def reshaped(method: Method, shape: Rule | int) -> Method:
+    """`method` without pages of its own, then as `shaped`."""
+    own = tuple(part for part in parts_of(method) if not isinstance(part, Pages))
+    return shaped(Composition(own), shape)
 
 
 def level_of(method: Method, rule: Rule) -> Method:

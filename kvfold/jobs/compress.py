@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compression of many documents, each to a context file, by the next free worker.
 
-Also of texts that files hold, levelled.
+Also of texts that files hold, so that they fit an engine's pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvfold.contexts.files.format import opened, read_header
 from kvfold.contexts.files.header import Header
 from kvfold.contexts.files.read import check_model, keeps_scores
 from kvfold.contexts.files.read import load as load_context
-from kvfold.contexts.levelled import level_of
+from kvfold.contexts.levelled import level_of, reshaped
 from kvfold.errors import KvfoldError
 from kvfold.evidence.outputs import REPLACE, check_made
 from kvfold.fitted.file import digest_of_file
@@ -185,31 +185,36 @@ def check_same(
 
 
 @dataclass(frozen=True)
-class LevelJob:
-    """The text of the context file `source`, read again and levelled by `rule` into `path`."""
+class RereadJob:
+    """The text of the context file `source`, read again in another shape into `path`.
+
+    `shape`: a rule that makes one set of tokens for all heads, or the entries of whole pages.
+    """
 
     source: Path
     path: Path
-    rule: Rule
+    shape: Rule | int
     prefill_chunk: int | None = None
     codec: str | None = None
 
     def made(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> context.Context:
-        """The context; raises as `kvfold.load` and `Context.levelled`."""
+        """The context; raises as `kvfold.load`, `Context.levelled` and `Context.paged`."""
         uneven = load_context(self.source, model, tokenizer)
-        return uneven.levelled(self.rule, prefill_chunk=self.prefill_chunk)
+        if isinstance(self.shape, int):
+            return uneven.paged(self.shape, prefill_chunk=self.prefill_chunk)
+        return uneven.levelled(self.shape, prefill_chunk=self.prefill_chunk)
 
     def check_there(self) -> None:
-        """Raises KvfoldError for a file at `path` that is not the source's text, levelled so."""
+        """Raises KvfoldError for a file at `path` that is not the source's text in this shape."""
         with opened(self.path) as there, opened(self.source) as source:
-            method = level_of(parse(source.header.method), self.rule)
+            method = reshaped(parse(source.header.method), self.shape)
             made = spelled_out(method), source.header.budget
             same = (there.header.method, there.header.budget) == made
             if not same or not torch.equal(there.tensor("ids"), source.tensor("ids")):
                 raise KvfoldError(f"{self.path} is there already, of another request: {REPLACE}")
 
 
-Job = CompressJob | LevelJob
+Job = CompressJob | RereadJob
 
 
 @dataclass(frozen=True)

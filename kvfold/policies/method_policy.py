@@ -100,7 +100,7 @@ class Policy:
     @cached_property
     def needs(self) -> PolicyNeeds:
         """Inputs of `keep` beside keys and values."""
-        needs = self._stages.needs
+        needs = self.stages.needs
         fitted = {need for need in needs.observed if getattr(need, "file", None) is not None}
         everything = any(need.while_reading for need in needs.observed if need not in fitted)
         return PolicyNeeds(
@@ -114,7 +114,7 @@ class Policy:
     @property
     def moves_keys(self) -> bool:
         """True if the method rotates kept keys to other positions, which is the engine's to do."""
-        return self._stages.positions != "original"
+        return self.stages.positions != "original"
 
     @torch.no_grad()
     def keep(
@@ -136,18 +136,20 @@ class Policy:
         Raises KvfoldError where something is missing, and as the method does; BudgetError for a
         budget that is missing, superfluous or too small.
         """
-        self._check_inputs(prefill)
-        forced = self._stages.forced
+        self.check_inputs(prefill)
+        forced = self.stages.forced
         forced = replace(forced, spans=forced.spans + spans_of(protect))
-        stages = replace(self._stages, forced=forced)
+        stages = replace(self.stages, forced=forced)
         allowed = checked_budget(self.method, budget, forced.least)
-        return _kept(chosen_in(stages, allowed, prefill, seed), prefill)
+        return kept_of(chosen_in(stages, allowed, prefill, seed), prefill)
 
     @cached_property
-    def _stages(self) -> Stages:
+    def stages(self) -> Stages:
+        """The method's stages, with its text."""
         return replace(self.method.stages(), method=str(self.method))
 
-    def _check_inputs(self, prefill: Prefill) -> None:
+    def check_inputs(self, prefill: Prefill) -> None:
+        """Raises KvfoldError where `prefill` lacks what the method reads."""
         needs, wanted = self.needs, self.needs.queries
         count = prefill.tokens if wanted == "all" else min(wanted, prefill.tokens)
         exactly = wanted == "all" and prefill.window != count
@@ -170,7 +172,7 @@ def policy(method: Method | str) -> Policy:
     only.
     """
     made = Policy(parse(method))
-    stages = made._stages
+    stages = made.stages
     reason = None
     if stages.runs_own_forwards:
         reason = "runs forwards of its own over the prompt, which take the model"
@@ -192,7 +194,8 @@ def policy(method: Method | str) -> Policy:
     return made
 
 
-def _kept(states: list[ChoosingState], prefill: Prefill) -> Kept:
+def kept_of(states: list[ChoosingState], prefill: Prefill) -> Kept:
+    """What the states of a prompt's layers have chosen."""
     forced = torch.zeros(prefill.tokens, dtype=torch.bool, device=prefill.keys[0].device)
     for state in states:
         if state.chosen is not None:

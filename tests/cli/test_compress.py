@@ -150,7 +150,7 @@ def test_a_context_file_is_levelled_into_another(folder: Path, tmp_path: Path) -
     assert loaded.level == expected.level and source.read_bytes() == before
     assert_same(loaded.cache, expected.cache)
     for wrong, said in (
-        (given, "name the levelled file"),
+        (given, "name the other file"),
         ([*given, "--out", str(source)], "stays as it is"),
         (given[:3], "a method and a budget of its own"),
         ([*given, "--budget", "4", "--out", str(out)], "a method and a budget of its own"),
@@ -160,6 +160,57 @@ def test_a_context_file_is_levelled_into_another(folder: Path, tmp_path: Path) -
         assert said in refused(*wrong)
 
 
+def test_heads_keep_whole_pages_of_a_text(folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "a.kvfold"
+    text.write_text(PROMPT)
+    given = ["compress", str(folder), str(text), "-o", str(out), "--method", "kvzip"]
+    given += ["--budget", "8", "--pages", "2"]
+    ran = CliRunner().invoke(app, [*given, "--json"])
+    assert ran.exit_code == 0, ran.output
+    model, tokenizer = tiny_llama(), word_tokenizer()
+    alone = kvfold.compress(model, tokenizer, PROMPT, "kvzip + pages:size=2", 8)
+    assert_same(kvfold.load(out, model, tokenizer).cache, alone.cache)
+    assert "level" not in json.loads(ran.stdout)
+    assert CliRunner().invoke(app, given).exit_code == 0  # as before
+    said = refused(*given[:-1], "3")
+    assert "made with method kvzip" in said and "replace it with --force" in said
+
+
+def test_a_context_file_is_read_again_into_pages(folder: Path, tmp_path: Path) -> None:
+    """Also one with pages of another size."""
+    model, tokenizer = tiny_llama(), word_tokenizer()
+    source, out = tmp_path / "a.kvfold", tmp_path / "b.kvfold"
+    given = ["compress", str(folder), str(source), "--out", str(out), "--pages"]
+    expected = kvfold.compress(model, tokenizer, PROMPT, "kvzip + pages:size=2", 8)
+    for method in ("kvzip", "kvzip + pages:size=3"):
+        uneven = kvfold.compress(model, tokenizer, PROMPT, method, 8)
+        uneven.save(source)
+        assert_same(uneven.paged(2).cache, expected.cache)
+        out.unlink(missing_ok=True)
+        for _ in range(2):  # the second finds the same
+            ran = CliRunner().invoke(app, [*given, "2"])
+            assert ran.exit_code == 0, ran.output
+        assert_same(kvfold.load(out, model, tokenizer).cache, expected.cache)
+        assert "of another request: replace it with --force" in refused(*given, "3")
+    kvfold.compress(model, tokenizer, PROMPT * 2, "kvzip", 8).save(source)
+    assert "of another request" in refused(*given, "2")
+    assert CliRunner().invoke(app, [*given, "2", "--force"]).exit_code == 0
+
+
+def test_pages_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    """Before a model is loaded."""
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT)
+    given = ["compress", "no-such-model", str(text), "--budget", "0.5", "--pages"]
+    assert "evicts one for each generated token" in refused(*given, "2", "--method", "h2o")
+    assert "pages and pages:size=2 both" in refused(*given, "2", "--method", "kvzip + pages")
+    assert "choose one" in refused(*given, "2", "--level", "mass")
+    file = ["compress", "no-such-model", "a.kvfold", "--out", "b.kvfold", "--pages", "2"]
+    assert "choose one" in refused(*file, "--level", "mass")
+    assert "--pages" in refused(*given, "0")
+
+
+@pytest.mark.parametrize("shape", [("--level", "mass"), ("--pages", "2")], ids=" ".join)
 @pytest.mark.parametrize(
     "given",
     [
@@ -177,8 +228,10 @@ def test_a_context_file_is_levelled_into_another(folder: Path, tmp_path: Path) -
     ],
     ids=" ".join,
 )
-def test_options_that_a_context_file_fixes_are_refused(given: tuple[str, ...]) -> None:
-    said = refused("compress", "no-model", "a.kvfold", "--level", "mass", "-o", "b.kvfold", *given)
+def test_options_that_a_context_file_fixes_are_refused(
+    given: tuple[str, ...], shape: tuple[str, ...]
+) -> None:
+    said = refused("compress", "no-model", "a.kvfold", *shape, "-o", "b.kvfold", *given)
     assert said.startswith(
         "error: a context file is read again by a method and a budget of its own"
     )

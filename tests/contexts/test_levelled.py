@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levelled contexts: one set of tokens, and the distance to the heads' own sets."""
+"""Levelled contexts, their distance to the heads' own sets, and contexts in whole pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import read_header
 from kvfold.contexts.levelled import QUESTION, TOKENS
 from tests.helpers.caches import positions
-from tests.helpers.contexts import DOCUMENT, new_model
+from tests.helpers.contexts import DOCUMENT, assert_same, new_model
 from tests.helpers.tokenizers import word_tokenizer
 
 UNEVEN = ["kvzip", "adakv", "pyramidkv", "kvzip:floor=0.25"]
@@ -94,3 +94,36 @@ def test_what_cannot_be_levelled_says_why(model) -> None:
         of(model, "h2o").levelled()
     with pytest.raises(KvfoldError, match="not 'loudest'"):
         of(model).levelled("loudest")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["kvzip", "pyramidkv", "snapkv", "kvzip + pages:size=8"])
+def test_a_paged_context_is_one_compressed_with_pages(model, spec) -> None:
+    uneven = of(model, spec, 60)
+    paged = uneven.paged(10)
+    expected = of(model, f"{spec.partition(' ')[0]} + pages:size=10", 60)
+    assert_same(paged.cache, expected.cache)
+    in_pieces = uneven.paged(10, prefill_chunk=40)
+    assert positions(in_pieces.cache) == positions(paged.cache)
+    rest = uneven.ids.shape[1] % 10
+    heads = [head for layer in positions(paged.cache) for head in layer[0]]
+    assert all(len(head) % 10 == rest for head in heads)
+    assert paged.level is None and paged.frame == uneven.frame
+
+
+@pytest.mark.slow
+def test_what_takes_no_pages_says_why(model) -> None:
+    with pytest.raises(KvfoldError, match="to one set of tokens already"):
+        of(model).levelled().paged(10)
+    with pytest.raises(KvfoldError, match="per chunk already"):
+        of(model, "snapkv", compress="per_chunk", prefill_chunk=50).paged(10)
+    with pytest.raises(IllegalComposition, match="evicts one for each generated token"):
+        of(model, "h2o").paged(10)
+    with pytest.raises(KvfoldError, match="pages:size is at least 1"):
+        of(model).paged(0)
+
+
+@pytest.mark.slow
+def test_a_context_with_pages_can_be_levelled(model) -> None:
+    paged = of(model, "kvzip + pages:size=10", 60).levelled("votes")
+    assert positions(paged.cache) == positions(of(model, "kvzip", 60).levelled("votes").cache)

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -44,7 +47,7 @@ def filled(path: Path, meta_model: MetaModel, heads: slice = slice(None)) -> Dyn
     """transformers' own cache with what vLLM's pages would hold."""
     cache = DynamicCache()
     with opened(path) as file:
-        for page in pages(file, meta_model, heads, EntryCounts.of(file.header)):
+        for page in pages(file, meta_model, heads, EntryCounts.of(file.header, None)):
             keys, values = (rows.transpose(0, 1)[None] for rows in (page.keys, page.values))
             cache.update(keys.to(values.dtype), values, page.layer)
     return cache
@@ -104,32 +107,66 @@ def engine(**changes: Any) -> Any:
     return SimpleNamespace(**dict.fromkeys(parts, flat), **fields)
 
 
-def header_keeping(served_folder: ServedFolder, *counts: int) -> Any:
+def header_keeping(served_folder: ServedFolder, seen: int, *kept: list[int]) -> Any:
+    """The header of a file of `seen` tokens whose layers have heads that keep so many."""
     header = read_header(served_folder.path("even"))
-    layers = [
-        part.model_copy(update={"kept": [count, count + 1]})
-        for part, count in zip(header.layers, counts, strict=True)
-    ]
-    return header.model_copy(update={"layers": layers})
+    part = header.layers[0]
+    layers = [part.model_copy(update={"kept": counts}) for counts in kept]
+    return header.model_copy(update={"layers": layers, "seen": seen})
 
 
 class Layer:
-    """An attention layer of vLLM: pages `[blocks · BLOCK, H, D]` of keys, and of values."""
+    """An attention layer of vLLM on a CPU: a cache `[blocks, H, BLOCK, 2·D]`.
 
-    def __init__(self, heads: int, size: int = 8) -> None:
+    Of a block's rows of a head, D numbers each, the first half are keys and the others values.
+    """
+
+    def __init__(self, heads: int, size: int = 8, blocks: int = 16) -> None:
         self.impl = SimpleNamespace(
             num_kv_heads=heads, head_size=size, do_kv_cache_update=self._update
         )
-        self.kv_cache = torch.full((2, 8 * BLOCK, heads, size), torch.nan)
+        self.kv_cache = torch.full((blocks, heads, BLOCK, 2 * size), torch.nan)
 
     def _update(self, layer: Any, keys: Tensor, values: Tensor, pages: Any, slots: Any) -> None:
         assert keys.is_contiguous() and values.is_contiguous() and layer is self
-        pages[0, slots], pages[1, slots] = keys, values
+        for part, rows in zip(_halves(pages), (keys, values), strict=True):
+            part[slots // BLOCK, :, slots % BLOCK] = rows
+
+    @property
+    def written(self) -> Tensor:
+        """True for each slot of a head, `[blocks, H, BLOCK]`, that was filled."""
+        return ~_halves(self.kv_cache)[0].isnan().any(-1)
+
+    def read(self, slots: Sequence[int]) -> list[Tensor]:
+        """Keys and values `[H, n, D]` in vLLM's slots."""
+        at = torch.tensor(slots)
+        return [part[at // BLOCK, :, at % BLOCK].transpose(0, 1) for part in _halves(self.kv_cache)]
+
+    def read_pages(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Keys and values `[n, D]` of pages of a head: number `block·H + h`."""
+        return [part.flatten(0, 1)[numbers].flatten(0, 1) for part in _halves(self.kv_cache)]
+
+
+def _halves(cache: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values `[blocks, H, BLOCK, D]`, as vLLM's own attention takes them apart."""
+    return cache.view(*cache.shape[:2], 2 * BLOCK, -1).chunk(2, dim=2)
 
 
 def load_of(served: ServedContext, blocks: list[int], start: int = 0) -> ContextLoad:
-    slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, served.kept)]
-    return ContextLoad(served.id, served.salt, start, slots, blocks[start // BLOCK :])
+    return ContextLoad(served.id, served.salt, start, served.kept, blocks)
+
+
+def slots_of(load: ContextLoad) -> list[int]:
+    """vLLM's slots of the positions that are loaded."""
+    places = range(load.start, load.count)
+    return [load.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in places]
+
+
+def vllm_on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> None:
+    """A vLLM that can be imported, as far as its platform."""
+    platform = SimpleNamespace(is_cpu=lambda: cpu)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
 
 
 def worker_side_of(

@@ -2,7 +2,7 @@
 """Texts that come with a request, compressed by a process with a model of its own.
 
 vLLM reads nothing of such a text: its entries are injected as those of any context file. The same
-process levels context files whose heads keep different numbers of entries.
+process reads the texts of files again whose heads keep entries that do not fill pages.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from kvfold.contexts.files.format import read_header
 from kvfold.errors import KvfoldError
 from kvfold.fitted.fits import digests_of
 from kvfold.hf.header import digest
-from kvfold.jobs.compress import CompressJob, CompressOptions, CompressResult, Job, LevelJob
+from kvfold.jobs.compress import CompressJob, CompressOptions, CompressResult, Job, RereadJob
 from kvfold.jobs.executor import RunJobs
 from kvfold.methods.base import spelled_out
+from kvfold.methods.stages.select.one_set import Rule
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.errors import ApiError
 from kvfold.serve.vllm.methods import LEVEL
@@ -46,8 +47,9 @@ class Arrivals:
     """Context files made of texts on arrival, by `run`, with the same `options` for all.
 
     `reader` tells the model that reads the texts from any other, as the files outlive the server.
-    `most` bounds the files of unnamed texts and the levelled copies in `folder`: the oldest are
-    removed. Raises ScorerFileError for a fitted file that is damaged.
+    `shape` is made of uneven files: a rule that levels, or pages of so many entries. `most` bounds
+    the files of unnamed texts and of texts read again in `folder`: the oldest are removed. Raises
+    ScorerFileError for a fitted file that is damaged.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Arrivals:
         options: CompressOptions,
         run: RunJobs[Job, CompressResult],
         reader: str,
+        shape: Rule | int = LEVEL,
         most: int = 1000,
     ) -> None:
-        self.folder, self.options, self.most = folder, options, most
+        self.folder, self.options, self.shape, self.most = folder, options, shape, most
         method = options.file_method
         made_by = reader, spelled_out(method), digests_of(method.stages()), str(options.budget)
         self._made_by = json.dumps(made_by, sort_keys=True)
@@ -86,15 +89,15 @@ class Arrivals:
         await self._done(job, "context", new=name is not None)
         return found
 
-    async def levelled(self, name: str) -> str:
-        """The id of a levelled copy of the context file `name`, made once for each version of it.
+    async def reread(self, name: str) -> str:
+        """The id of the context of a file's text in `shape`, made once for each version of it.
 
-        Raises ApiError for a file that cannot be levelled, and ContextFileError.
+        Raises ApiError for a file that cannot be made so, and ContextFileError.
         """
-        source, rule = self.folder / f"{name}{SUFFIX}", self.options.level or LEVEL
-        found = OWN + digest(json.dumps([salt(read_header(source)), rule]))
+        source, shape = self.folder / f"{name}{SUFFIX}", self.shape
+        found = OWN + digest(json.dumps([salt(read_header(source)), shape]))
         path = self.folder / f"{found}{SUFFIX}"
-        await self._done(LevelJob(source, path, rule, self.options.prefill_chunk), "context_id")
+        await self._done(RereadJob(source, path, shape, self.options.prefill_chunk), "context_id")
         return found
 
     async def _done(self, job: Job, param: str, *, new: bool = False) -> None:

@@ -30,7 +30,7 @@ class ContextCatalog:
     """Contexts of a folder; makes prompts of vLLM from requests over them.
 
     Raises ApiError for a context that is missing or cannot be served, and for a malformed request.
-    With `levels`, uneven contexts are levelled when they are first asked.
+    With `reads`, texts of uneven contexts are read again when they are first asked.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class ContextCatalog:
         compatibility: CompatibilityCheck,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        levels: bool = False,
+        reads: bool = False,
     ) -> None:
         self.served_folder, self.compatibility = served_folder, compatibility
-        self.levels = levels
+        self.reads = reads
         self.prompts = PromptEncoder(
             tokenizer, PromptFrame.of(tokenizer), compatibility.meta_model.config.vocab_size
         )
@@ -62,7 +62,7 @@ class ContextCatalog:
         return ContextPrompt(served, self.prompts.continuation(asking.text_or_tokens))
 
     def all(self) -> list[dict[str, Any]]:
-        """All contexts: tokens, entries per head, part lost by equalizing, level; or why not."""
+        """All contexts: tokens, positions in vLLM, pages of heads, level; or why not."""
         return [self.about(name) for name in self.served_folder.ids()]
 
     def about(self, name: str) -> dict[str, Any]:
@@ -71,18 +71,20 @@ class ContextCatalog:
         try:
             served = self._servable(name)
         except KvfoldError as problem:
-            if self.levels and isinstance(problem, UnevenContext):
-                return about | {"uneven": "it is levelled when it is first asked"}
+            if self.reads and isinstance(problem, UnevenContext):
+                return about | {"uneven": "its text is read again when it is first asked"}
             return about | {"refused": str(problem)}
-        about |= {"tokens": served.seen, "kept": served.kept, "lost": served.lost}
+        about |= {"tokens": served.seen, "kept": served.kept}
+        if served.pages is not None:
+            about |= {"pages": sum(map(sum, served.pages.of_layers))}
         return about if served.level is None else about | {"level": served.level.model_dump()}
 
-    def is_levelled_first(self, name: str | None) -> bool:
-        """True for a context that must be levelled before it can be asked."""
+    def is_read_first(self, name: str | None) -> bool:
+        """True for a context whose text must be read again before it can be asked."""
         try:
             self.served_folder.get(name)
         except KvfoldError as problem:
-            return self.levels and isinstance(problem, UnevenContext)
+            return self.reads and isinstance(problem, UnevenContext)
         return False
 
     def _requested(self, name: str | None) -> ServedContext:

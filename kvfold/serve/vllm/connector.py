@@ -7,18 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import __version__ as vllm_version
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
+from kvfold.serve.vllm.evictions.asked import UNABLE, Eviction, Shape
+from kvfold.serve.vllm.evictions.copying import check_layout
+from kvfold.serve.vllm.evictions.schedule import EvictionSchedule
+from kvfold.serve.vllm.export import Paged
+from kvfold.serve.vllm.head_pages.plugin import check_attention, has_head_pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
-from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep, SchedulerSide, check_engine, logger
+from kvfold.serve.vllm.scheduler import EngineStep, SchedulerSide, check_engine, logger
 from kvfold.serve.vllm.versions import check_version
 from kvfold.serve.vllm.worker import WorkerSide
 
@@ -30,55 +38,90 @@ class KvfoldConnectorMetadata(KVConnectorMetadata):
     step: EngineStep
 
 
+@dataclass
+class Copied(KVConnectorWorkerMetadata):
+    """Evictions that are done, by the request: blocks replaced, and targets in use."""
+
+    done: dict[str, tuple[int, int]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Copied:
+        """Those of two workers, of which one evicts."""
+        assert isinstance(other, Copied)
+        return Copied(self.done | other.done)
+
+
 class KvfoldConnector(KVConnectorBase_V1):
-    """KV connector that fills the pages of a request with the entries of its context.
+    """KV connector that serves contexts, and evicts from prompts that have been read.
 
-    `kv_connector_extra_config` names the folder of the context files: `{"contexts": path}`. vLLM
-    makes one in the scheduler and one in each worker. Raises KvfoldError without a folder, for
-    another version of vLLM, and for settings under which answers would be wrong.
+    `kv_connector_extra_config`: `{"contexts": path}` names the folder of context files, `{"evict":
+    {"method": "snapkv", "budget": 0.25}}` what is evicted from requests that ask nothing. vLLM
+    makes one in the scheduler and one in each worker. Raises KvfoldError for another version of
+    vLLM, and for settings under which answers would be wrong.
     """
-
-    SchedulerSide = SchedulerSide
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_version(vllm_version)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        check_engine(vllm_config, self.kinds(kv_cache_config))
+        check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
         folder = self._kv_transfer_config.get_from_extra_config("contexts", None)
-        if folder is None:
-            raise KvfoldError('name the folder of contexts: kv_connector_extra_config["contexts"]')
+        evict = self._kv_transfer_config.get_from_extra_config("evict", None)
         model = vllm_config.model_config
         block = vllm_config.cache_config.block_size
-        served_folder = self.served_folder(folder, block)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        paged = Paged(block, ranks) if has_head_pages(vllm_config) else None
+        served_folder = None if folder is None else ServedFolder(folder, paged)
         meta_model = MetaModel(model.hf_config, model.model)
         # The other one stays None: a process is either scheduler or worker.
         self.scheduler_side: Any = None
         self.worker_side: Any = None
         if role == KVConnectorRole.SCHEDULER:
             dtype = str(model.dtype).removeprefix("torch.")
-            self.scheduler_side = self.SchedulerSide(
-                served_folder, CompatibilityCheck(served_folder, meta_model, dtype), block
-            )
+            compatibility = None
+            if served_folder is not None:
+                compatibility = CompatibilityCheck(served_folder, meta_model, dtype)
+            evicting = None
+            if paged is not None and ranks == 1:
+                heads, size = model.get_total_num_kv_heads(), model.get_head_size()
+                shape = Shape(meta_model.layers, heads, 2 * size * model.dtype.itemsize, block)
+                default = None if evict is None else Eviction.of(evict, block)
+                evicting = EvictionSchedule(default, shape)
+            elif evict is not None:
+                raise KvfoldError(UNABLE)
+            self.scheduler_side = SchedulerSide(served_folder, compatibility, evicting, block)
         else:
-            rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-            self.worker_side = WorkerSide(served_folder, meta_model, model.dtype, block, rank, size)
+            self._layers = {
+                extract_layer_index(name): layer
+                for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
+            }
+            if paged is not None:
+                check_attention(self._layers)
+            rank = get_tensor_model_parallel_rank()
+            self.worker_side = WorkerSide(
+                served_folder, meta_model, model.dtype, block, rank, ranks
+            )
+            self.worker_side.evicts = paged is not None and ranks == 1
         self._failed: set[int] = set()
         self._refused: set[str] = set()
 
-    def kinds(self, kv_cache_config: Any) -> int:
-        """Number of cache groups: kinds of layers with page tables of their own."""
-        return len(kv_cache_config.kv_cache_groups)
-
-    def served_folder(self, folder: str, block: int) -> ServedFolder:
-        """Context files of `folder`, for pages of `block` entries."""
-        return ServedFolder(folder)
-
     # --- in the scheduler ------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Notes vLLM's own manager of blocks, from which evictions take theirs."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler_side.evicting is not None:
+            self.scheduler_side.evicting.manager = kv_cache_manager
+
+    def on_new_request(self, request: Any) -> None:
+        """Notes what a new request asks."""
+        self.scheduler_side.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Tokens of the request's context beyond those cached; True if loaded asynchronously."""
+    ) -> tuple[int | None, bool]:
+        """Tokens of the request's context beyond those cached; True if loaded asynchronously.
+
+        None: it waits for blocks.
+        """
         return self.scheduler_side.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -87,14 +130,50 @@ class KvfoldConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KvfoldConnectorMetadata:
         """The work of this step, for the workers."""
-        return KvfoldConnectorMetadata(self.scheduler_side.take())
+        scheduled = scheduler_output.num_scheduled_tokens
+        preempted = scheduler_output.preempted_req_ids or set()
+        step = self.scheduler_side.take(scheduled, preempted, self._blocks_of)
+        return KvfoldConnectorMetadata(step)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Forgets the request; its pages can be freed at once."""
-        self.scheduler_side.forget(request)
-        return False, None
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Frees the blocks that entries were copied from in the step of this output."""
+        copied = connector_output.kv_connector_worker_meta
+        if copied is not None:
+            self.scheduler_side.evicting.copied(copied.done)
+
+    def _blocks_of(self, request: str) -> list[int]:
+        """vLLM's blocks of a request."""
+        blocks: list[int] = self._kv_cache_manager.get_block_ids(request)[0]
+        return blocks
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets the request, whose pages are free at once; its answer says what was evicted."""
+        return False, self.scheduler_side.forget(request)
 
     # --- in a worker -----------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Tells the attention where requests have pages of single heads, before the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        self._failed.update(self.worker_side.lay(connector_metadata.step, self._layers))
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Checks whose caches these are, and how vLLM's kernels lay keys out in pages of heads.
+
+        Raises KvfoldError for those of a second vLLM in this process: vLLM gives it this connector.
+        """
+        own = {layer.kv_cache.data_ptr() for layer in self._layers.values()}
+        if own != {cache.data_ptr() for cache in kv_caches.values()}:
+            raise KvfoldError("vLLM has one connector in a process: end the other vLLM first")
+        if self.worker_side.evicts:
+            check_layout(self._layers[0], self.worker_side.block)
+
+    def build_connector_worker_meta(self) -> Copied | None:
+        """What the evictions of this step have kept."""
+        done, self.worker_side.done = self.worker_side.done, {}
+        return Copied(done) if done else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Writes the contexts of this step into the pages, before the forward pass."""
@@ -102,24 +181,14 @@ class KvfoldConnector(KVConnectorBase_V1):
         for name, blocks in step.refused.items():
             self._refused.add(name)
             self._failed.update(blocks)
-        if not step.loads:
-            return
-        layers = {
-            extract_layer_index(name): layer
-            for name, layer in forward_context.no_compile_layers.items()
-            if getattr(layer, "kv_cache", None) is not None
-        }
         for load in step.loads:
             try:
-                self.worker_side.fill(layers, load)
+                self.worker_side.fill(self._layers, load)
             # An exception here would end the engine with all its requests.
             except (KvfoldError, OSError, RuntimeError) as problem:
                 logger.error("context %s could not be loaded: %s", load.context, problem)
-                self.load_failed(load, problem)
-
-    def load_failed(self, load: ContextLoad, problem: Exception) -> None:
-        """Reports the pages of a load as failed; vLLM then fails the requests that hold them."""
-        self._failed.update(load.blocks)
+                # vLLM then fails the requests that hold these blocks.
+                self._failed.update(load.blocks[load.start // self.worker_side.block :])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         """No finished sends; ids of refused requests, reported as finished loads."""

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a context file for vLLM's pages: equal counts per head, keys rotated.
+"""Entries of a context file for vLLM's pages, keys rotated.
 
-To vLLM the M kept entries of N tokens are a prompt of M tokens, so a question starts at position M
-instead of N. RoPE scores depend on distances only: every key is rotated by −(N − M) positions, in
-float32.
+To vLLM a context that takes M positions, of N tokens, is a prompt of M tokens, so a question starts
+at position M instead of N. RoPE scores depend on distances only: every key is rotated by −(N − M)
+positions, in float32.
 
-A page of vLLM spans all KV heads of a layer, and a request has one length in all layers. Shorter
-heads cannot be padded, as every entry has a weight in the softmax; so all heads are cut to the
-shortest one. Context files hold no scores. Each head keeps the tokens that most heads keep, which
-puts sinks and other forced tokens first.
+Where all heads and layers keep M entries, each is a token of that prompt. Where they do not, each
+head's entries fill pages of its own (`head_pages/`), and M is what the blocks of these pages hold.
 """
 
 from __future__ import annotations
@@ -26,53 +24,67 @@ from kvfold.contexts.files.header import Header, LayerHeader
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
 from kvfold.methods.base import parse
-from kvfold.methods.stages.select.top import top
 from kvfold.observers.of_layer import names_beside
+from kvfold.serve.vllm.head_pages.layout import HeadPages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
 
-# Fraction of the kept entries that must remain: 0.8 preserves answers that 0.6 loses.
-LEAST = 0.75
-
 
 class UnevenContext(KvfoldError):
-    """A context whose heads or layers keep numbers of entries that differ too much for pages."""
+    """A context whose heads keep different numbers of entries, which do not fill pages.
+
+    Pages of `size` entries would hold them; None: vLLM has no pages of single heads here.
+    """
+
+    def __init__(self, message: str, size: int | None = None) -> None:
+        super().__init__(message)
+        self.size = size
+
+
+@dataclass(frozen=True)
+class Paged:
+    """What vLLM's pages hold: blocks of `block` entries, shared by `ranks` (tensor parallelism)."""
+
+    block: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
 class EntryCounts:
-    """Entry counts of a context in vLLM.
+    """Entries of a context in vLLM.
 
     Args:
         count: M, positions that the context takes.
-        lost: fraction of the file's entries that are dropped.
-        layers: entries per KV head, layer by layer; fewer than `count` are at the last positions.
+        pages: pages of each layer and KV head, before the last tokens; None: M entries each.
+        rest: with pages, the last tokens, which all heads keep beside them.
     """
 
     count: int
-    lost: float
-    layers: tuple[int, ...]
+    pages: HeadPages | None = None
+    rest: int = 0
 
     @classmethod
-    def of(cls, header: Header) -> EntryCounts:
-        """The same count in every layer and head; raises UnevenContext if that loses too much."""
-        count = min(count for layer in header.layers for count in layer.kept)
-        return cls.checked(header, count, (count,) * len(header.layers))
+    def of(cls, header: Header, paged: Paged | None) -> EntryCounts:
+        """Equal counts, or whole pages of `paged`; raises UnevenContext for others.
 
-    @classmethod
-    def checked(cls, header: Header, count: int, layers: tuple[int, ...]) -> EntryCounts:
-        """These counts; raises UnevenContext if they lose too much, or a layer had no entries."""
-        counts = [count for layer in header.layers for count in layer.kept]
-        pairs = zip(layers, header.layers, strict=True)
-        remaining = sum(size * len(part.kept) for size, part in pairs) / max(1, sum(counts))
-        if min(layers) == 0 or remaining < LEAST:
+        None: vLLM cannot attend to pages of single heads here.
+        """
+        kept = [layer.kept for layer in header.layers]
+        counts = [count for layer in kept for count in layer]
+        if min(counts) == max(counts) > 0:
+            return cls(counts[0])
+        differ = f"heads keep {min(counts)} to {max(counts)} entries"
+        if paged is None:
+            raise UnevenContext(f"{differ}, and this vLLM holds as many of each head and layer")
+        rest = header.seen % paged.block
+        pages = HeadPages.of([[count - rest for count in layer] for layer in kept], paged.block)
+        if pages is None:
             raise UnevenContext(
-                f"heads keep {min(counts)} to {max(counts)} entries, and vLLM holds equally many "
-                f"of each head and layer: {1 - remaining:.0%} of them would be lost"
+                f"{differ}, which do not fill pages of {paged.block}", size=paged.block
             )
-        return cls(count, 1 - remaining, layers)
+        return cls(pages.blocks(paged.ranks) * paged.block + rest, pages, rest)
 
 
 def votes(file: ContextFile) -> Tensor:
@@ -90,13 +102,15 @@ def votes(file: ContextFile) -> Tensor:
     return kept
 
 
-def voted(kept: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Indices `[H, count]`, ascending, of the entries whose tokens have most votes `kept [N]`.
-
-    `positions [H, T]` are the entries' token numbers in the document, −1 for holes.
-    """
-    scores = kept[positions.clamp(min=0)].masked_fill(positions < 0, -1)
-    return top(scores[None], torch.tensor([count]))[0]
+def check_rest(file: ContextFile, counts: EntryCounts, size: int) -> None:
+    """Raises UnevenContext unless all heads keep the last tokens, which fill no page of `size`."""
+    heads = sum(len(layer.kept) for layer in file.header.layers)
+    last = votes(file)[file.header.seen - counts.rest :]
+    if bool((last < heads).any()):
+        raise UnevenContext(
+            f"heads do not all keep the last {counts.rest} tokens, which fill no page of {size}",
+            size=size,
+        )
 
 
 # Tensors of a store without encoded entries.
@@ -106,8 +120,6 @@ PLAIN = {
         "columns", "keys.rows", "keys.tail", "values.rows", "values.tail",
     },
 }  # fmt: skip
-# Tensors beside a store, which later evictions read and vLLM does not.
-BESIDE = {*PER_HEAD, *names_beside()}
 
 
 @dataclass(frozen=True)
@@ -121,11 +133,16 @@ class LayerEntries:
 
 @dataclass(frozen=True)
 class LayerPages:
-    """A layer for vLLM: keys `[M, H, D]` float32, values `[M, H, Dv]`."""
+    """Entries of a layer for vLLM: keys `[n, h, D]` float32, values `[n, h, Dv]`.
+
+    Of all heads those of the last n positions. With `of_heads`, the pages of each head, what fills
+    them, head after head as if of one.
+    """
 
     layer: int
     keys: Tensor
     values: Tensor
+    of_heads: tuple[int, ...] | None = None
 
 
 def check_plain(file: ContextFile) -> None:
@@ -140,8 +157,9 @@ def check_plain(file: ContextFile) -> None:
             f"{header.method} gives entries an attention bias, which vLLM's pages have no place "
             "for: compress the document with match:bias=none,target=block"
         )
+    beside = _beside(header.method)
     for saved in header.layers:
-        foreign = set(saved.by_head) - PLAIN[saved.store] - BESIDE
+        foreign = set(saved.by_head) - PLAIN[saved.store] - beside
         if foreign:
             raise KvfoldError(
                 f"{header.method} stores entries encoded ({', '.join(sorted(foreign))}), and "
@@ -157,6 +175,12 @@ def check_plain(file: ContextFile) -> None:
         raise KvfoldError(f"keys were moved by {header.rope.moved} positions already")
 
 
+def _beside(method: str) -> set[str]:
+    """Tensors beside the store of a method, which later evictions read and vLLM does not."""
+    parse(method)  # whose module brings its observers, and with them their names
+    return {*PER_HEAD, *names_beside()}
+
+
 def entries(
     file: ContextFile, saved: LayerHeader, heads: range, coded: Mapping[str, Tensor]
 ) -> LayerEntries:
@@ -165,7 +189,7 @@ def entries(
     def tensor(name: str) -> Tensor:
         return coded[name] if name in coded else file.tensor(name)
 
-    names = [name for name in saved.by_head if name not in BESIDE]
+    names = [name for name in saved.by_head if name in PLAIN[saved.store]]
     by_head: Named = {
         name: [tensor(f"layers.{saved.index}.{name}.{head}") for head in heads] for name in names
     }
@@ -182,12 +206,11 @@ def entries(
 def pages(
     file: ContextFile, meta_model: MetaModel, heads: slice, counts: EntryCounts
 ) -> Iterator[LayerPages]:
-    """KV heads `heads` of each layer in turn; raises what `check_plain` raises."""
+    """Entries of KV heads `heads`, layer by layer; raises what `check_plain` raises."""
     check_plain(file)
     header = file.header
-    kept = votes(file) if counts.lost else torch.zeros(header.seen, dtype=torch.float32)
     coded = decoded(file, dict(enumerate(meta_model.rotations)))
-    for saved, count in zip(header.layers, counts.layers, strict=True):
+    for number, saved in enumerate(header.layers):
         held = entries(file, saved, range(len(saved.kept))[heads], coded)
         keys = meta_model.move(saved.index, held.keys, counts.count - header.seen)
         sinks = _moving_sinks(file, saved)
@@ -196,14 +219,24 @@ def pages(
             first = (held.positions >= 0) & (held.positions < sinks)
             up = meta_model.move(saved.index, held.keys, counts.count - saved.kept[0])
             keys = torch.where(first[..., None], up, keys)
-        slots = voted(kept, held.positions, count)[..., None]
-        yield LayerPages(saved.index, _chosen(keys, slots), _chosen(held.values, slots))
+        there = held.positions >= 0
+        if counts.pages is None:
+            keys, values = (
+                _last(part[there].unflatten(0, (-1, counts.count)), counts.count)
+                for part in (keys, held.values)
+            )
+            yield LayerPages(saved.index, keys, values)
+            continue
+        rest = counts.rest
+        there[:, there.shape[1] - rest :] = False
+        own = counts.pages.of_layers[number][heads]
+        yield LayerPages(saved.index, keys[there][:, None], held.values[there][:, None], own)
+        yield LayerPages(saved.index, _last(keys, rest), _last(held.values, rest))
 
 
-def _chosen(rows: Tensor, slots: Tensor) -> Tensor:
-    """Rows `[H, T, D]` at indices `slots [H, M, 1]`, as `[M, H, D]`."""
-    chosen = rows.gather(1, slots.expand(*slots.shape[:2], rows.shape[-1]))
-    return chosen.transpose(0, 1).contiguous()
+def _last(rows: Tensor, count: int) -> Tensor:
+    """The last `count` of rows `[H, T, D]`, as `[count, H, D]`."""
+    return rows[:, rows.shape[1] - count :].transpose(0, 1).contiguous()
 
 
 def _moving_sinks(file: ContextFile, saved: LayerHeader) -> int:

@@ -25,8 +25,7 @@ from kvfold.serve.connections import limited
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.catalog import ContextCatalog
-from kvfold.serve.vllm.per_layer.plugin import CONNECTOR
-from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
+from kvfold.serve.vllm.export import Paged
 from kvfold.serve.vllm.proxy import Proxy, ProxyAuth, build
 
 LOCAL = "127.0.0.1"
@@ -39,8 +38,8 @@ class VllmOptions:
     """Options that vLLM is started with.
 
     `model` is a path or hub id, `name` its name in the API, `contexts` the folder of context files,
-    `arguments` are further ones of vLLM's command line. `parts`: of a context that each layer
-    holds; None: all of it.
+    `arguments` are further ones of vLLM's command line. `paged` are its pages of single heads,
+    `evicts` what is evicted from all prompts.
     """
 
     model: str
@@ -49,16 +48,17 @@ class VllmOptions:
     contexts: Path
     api_key: str | None
     arguments: Sequence[str] = ()
-    parts: Parts | None = None
+    paged: Paged | None = None
+    evicts: dict[str, Any] | None = None
 
     def command(self, port: int) -> list[str]:
         """The command line of vLLM, listening on `port` of this machine only."""
-        wing = "kvfold.serve.vllm" if self.parts is None else "kvfold.serve.vllm.per_layer"
         transfer = {
-            "kv_connector": "KvfoldConnector" if self.parts is None else CONNECTOR,
-            "kv_connector_module_path": f"{wing}.connector",
+            "kv_connector": "KvfoldConnector",
+            "kv_connector_module_path": "kvfold.serve.vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"contexts": str(self.contexts.resolve())},
+            "kv_connector_extra_config": {"contexts": str(self.contexts.resolve())}
+            | ({} if self.evicts is None else {"evict": self.evicts}),
         }
         given = {
             "--model": self.model,
@@ -68,11 +68,9 @@ class VllmOptions:
             "--port": str(port),
             "--kv-transfer-config": json.dumps(transfer),
         }
+        if self.paged is not None:
+            given["--block-size"] = str(self.paged.block)
         options = [word for pair in given.items() for word in pair]
-        if self.parts is not None:
-            # Pages that some layers lack cannot be found in a prefix cache.
-            options += ["--block-size", str(self.parts.block), "--no-enable-prefix-caching"]
-            options += ["--no-disable-hybrid-kv-cache-manager"]
         return [
             sys.executable,
             "-m",
@@ -143,9 +141,6 @@ def started(engine: VllmOptions) -> Iterator[tuple[subprocess.Popen[bytes], str]
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
     environment = dict(os.environ)
-    environment.pop(VARIABLE, None)
-    if engine.parts is not None:
-        environment[VARIABLE] = ",".join(map(str, engine.parts.layers))
     if engine.api_key is not None:
         environment["VLLM_API_KEY"] = engine.api_key
     # A session of its own: Ctrl-C reaches the proxy only, which stops vLLM after the last answer.

@@ -24,6 +24,7 @@ from kvfold.hf.identity import checksum, computation, rope_header
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import is_compressible, never_sliding_windows, stock_layers
+from kvfold.policies import Rope
 
 
 class MetaModel:
@@ -52,6 +53,17 @@ class MetaModel:
     def layers(self) -> int:
         """L, the number of layers."""
         return int(self.config.num_hidden_layers)
+
+    @property
+    def rope(self) -> Rope | None:
+        """The layers' RoPE by its frequencies; None: it is of another kind."""
+        frequencies = getattr(self.model.get_decoder().rotary_emb, "inv_freq", None)
+        if frequencies is None:
+            return None
+        rope = Rope(frequencies.float())
+        probe, by = torch.randn(1, 1, 4, 2 * len(frequencies)), torch.tensor([7])
+        turned, wanted = rope(probe, by), self.rotations[0](probe, by)
+        return rope if torch.allclose(turned, wanted, rtol=1e-5, atol=1e-5) else None
 
     def identity(self, dtype: str) -> str:
         """A text that differs for another configuration, and for other weights in `dtype`."""

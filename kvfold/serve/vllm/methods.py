@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by which texts are compressed for vLLM: refused before a text comes, or levelled."""
+"""Methods by which texts are compressed for vLLM, so that its pages hold what heads keep."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method, Stages
+from kvfold.methods.base import Method, Stages, with_part
+from kvfold.methods.pages import Pages
 from kvfold.methods.stages.select.one_set import Rule
+from kvfold.serve.vllm.evictions.asked import UNABLE, Eviction
+from kvfold.serve.vllm.export import Paged
 
-LEVEL: Rule = "mass"  # where heads keep different numbers of entries, and no rule is named
+LEVEL: Rule = "mass"  # without pages of single heads, where no rule is named
 
 
-def level_for(method: Method, asked: Rule | None = None, *, parts: bool = False) -> Rule | None:
-    """The rule by which texts of `method` are levelled; None: they fit vLLM's pages as they are.
+def fitting(method: Method, asked: Rule | None, paged: Paged | None) -> tuple[Method, Rule | None]:
+    """`method` so that vLLM holds its texts, and the rule by which they are levelled.
 
-    `asked` is the rule that a user names. With `parts`, layers may keep different numbers of
-    entries, but the heads of a layer may not. Raises KvfoldError for a method whose entries vLLM
-    cannot hold, and for one that needs to be levelled and cannot be.
+    Heads that keep different numbers of entries get whole pages of `paged`; without it, or by the
+    rule `asked`, they are levelled. Raises KvfoldError for a method whose entries vLLM cannot hold,
+    and for one that needs pages or levels and takes none.
     """
     stages = method.stages()
     if stages.encode is not None:
@@ -29,25 +34,63 @@ def level_for(method: Method, asked: Rule | None = None, *, parts: bool = False)
             f"{method} gives entries an attention bias, which vLLM's pages have no place for: "
             "choose match:bias=none,target=block"
         )
-    if asked is None and is_even(stages, parts=parts):
-        return None
+    if asked is None and isinstance(stages.shape, int):
+        _check_pages(method, stages.shape, paged)
+        return method, None
+    if asked is None and is_even(stages):
+        return method, None
     try:
+        if asked is None and paged is not None:
+            return with_part(method, Pages(paged.block)), None
         level_of(method, asked or LEVEL)
     except IllegalComposition as problem:
-        why = (
-            "" if asked else "keeps different numbers of entries, which vLLM's pages cannot hold; "
+        why = "" if asked else "keeps different numbers of entries, which do not fill pages; "
+        raise KvfoldError(f"{method} {why}cannot be changed so: {problem}") from None
+    return method, asked or LEVEL
+
+
+def _check_pages(method: Method, size: int, paged: Paged | None) -> None:
+    """Raises KvfoldError for pages of a method that are not vLLM's."""
+    if paged is None:
+        raise KvfoldError(
+            f"{method} fills pages of single heads, which this vLLM does not have: take --level"
         )
-        raise KvfoldError(f"{method} {why}cannot be levelled: {problem}") from None
-    return asked or LEVEL
+    if size % paged.block:
+        raise KvfoldError(
+            f"{method} fills pages of {size} entries, and vLLM's are of {paged.block}: "
+            f"take pages:size={paged.block}"
+        )
 
 
-def is_even(stages: Stages, *, parts: bool) -> bool:
-    """True if all KV heads keep equally many entries whatever their scores.
-
-    Of all layers, or of each layer by itself with `parts`.
-    """
-    if isinstance(stages.shape, str):
-        return True
+def is_even(stages: Stages) -> bool:
+    """True if all KV heads keep equally many entries whatever their scores."""
+    if stages.shape is not None:
+        return not isinstance(stages.shape, int)
     if stages.heads is not None or getattr(stages.allocate, "per_head", False):
         return False
-    return parts or (stages.token_pruning is None and (stages.score is None or stages.uniform))
+    return stages.token_pruning is None and (stages.score is None or stages.uniform)
+
+
+def evicting(
+    method: str, budget: str | None, every: int | None, paged: Paged | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Parameters of what `method` evicts from all prompts inside vLLM, and a line that says so.
+
+    None: prompts stay whole, as the line says. Raises KvfoldError then if `every` is given.
+    """
+    given: dict[str, Any] = {"method": method}
+    if budget is not None:
+        given["budget"] = budget
+    if every is not None:
+        given["every"] = every
+    try:
+        if paged is None or paged.ranks > 1:
+            raise KvfoldError(UNABLE)
+        Eviction.of(given, paged.block)
+    except KvfoldError as problem:
+        if every is not None:
+            raise
+        return None, f"prompts stay whole: {problem}"
+    again = "" if every is None else f", again after each {every} tokens"
+    to = "" if budget is None else f" to {budget}"
+    return given, f"prompts are evicted from once they are read, by {method}{to}{again}"

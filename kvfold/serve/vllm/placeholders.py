@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
@@ -17,9 +16,18 @@ from kvfold.contexts.files.header import Header, LevelHeader
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import digest
+from kvfold.methods.stages.select.top import top
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.request_schemas import CONTEXT_ID
-from kvfold.serve.vllm.export import EntryCounts, UnevenContext, check_plain, voted, votes
+from kvfold.serve.vllm.export import (
+    EntryCounts,
+    Paged,
+    UnevenContext,
+    check_plain,
+    check_rest,
+    votes,
+)
+from kvfold.serve.vllm.head_pages.layout import HeadPages
 from kvfold.serve.vllm.meta_model import MetaModel
 
 # Prefix of every context's salt.
@@ -40,7 +48,7 @@ class ServedContext:
         tokens: M placeholders; tokens that the context keeps, so that repetition penalties see
             words of the document.
         seen: N, tokens of the document.
-        lost: fraction of the kept entries that equalizing drops.
+        pages: pages of each layer and KV head; None: M entries each.
         frame: chat template parts around a question.
         vocabulary: checksum of the tokenizer's vocabulary.
         level: what levelling has changed; None: it was not levelled afterwards.
@@ -50,27 +58,26 @@ class ServedContext:
     salt: str
     tokens: list[int]
     seen: int
-    lost: float
+    pages: HeadPages | None
     frame: PromptFrame
     vocabulary: str
     level: LevelHeader | None = None
 
     @property
     def kept(self) -> int:
-        """M, entries per layer and KV head: the positions that the context takes in vLLM."""
+        """M, the positions that the context takes in vLLM."""
         return len(self.tokens)
 
     @classmethod
     def of(cls, name: str, file: ContextFile, counts: EntryCounts) -> ServedContext:
-        """The context in an open file; raises what `check_plain` raises."""
-        check_plain(file)
+        """The context in an open file."""
         header = file.header
         return cls(
             id=name,
             salt=salt(header),
             tokens=_tokens(file, counts.count),
             seen=header.seen,
-            lost=counts.lost,
+            pages=counts.pages,
             frame=header.frame,
             vocabulary=header.model.vocabulary,
             level=header.level,
@@ -84,7 +91,7 @@ def salt(header: Header) -> str:
 
 def _tokens(file: ContextFile, count: int) -> list[int]:
     """The `count` tokens of the document that most heads keep, in order."""
-    chosen = voted(votes(file), torch.arange(file.header.seen)[None], count)[0]
+    chosen = top(votes(file)[None, None], torch.tensor([count]))[0, 0]
     tokens: list[int] = file.tensor("ids")[chosen].tolist()
     return tokens
 
@@ -92,14 +99,12 @@ def _tokens(file: ContextFile, count: int) -> list[int]:
 class ServedFolder:
     """Context files `<id>.kvfold` of a folder; each is read once per version.
 
-    `counts` gives the entry counts that vLLM gets of a file, and raises KvfoldError if too many
-    entries would be lost. Raises KvfoldError if there is no such folder.
+    `paged` is what vLLM's pages hold, where it attends to pages of single heads. Raises KvfoldError
+    if there is no such folder.
     """
 
-    def __init__(
-        self, folder: str | Path, counts: Callable[[Header], EntryCounts] = EntryCounts.of
-    ) -> None:
-        self.folder, self.counts = Path(folder), counts
+    def __init__(self, folder: str | Path, paged: Paged | None = None) -> None:
+        self.folder, self.paged = Path(folder), paged
         if not self.folder.is_dir():
             raise KvfoldError(f"there is no folder {self.folder} of contexts")
         self._read: dict[str, tuple[tuple[int, int, int], ServedContext]] = {}
@@ -131,9 +136,7 @@ class ServedFolder:
         known = self._read.get(path.name)
         if known is None or known[0] != version:
             with opened(path) as file, told_as_damage(file):
-                made = ServedContext.of(
-                    path.name.removesuffix(SUFFIX), file, self._counts(file.header, path)
-                )
+                made = ServedContext.of(path.name.removesuffix(SUFFIX), file, self.counts(file))
             known = version, made
             # Those of texts on arrival are many, and their files are removed in time.
             there = {name: read for name, read in self._read.items() if self._is_there(name)}
@@ -143,16 +146,23 @@ class ServedFolder:
     def _is_there(self, name: str) -> bool:
         return (self.folder / name).is_file()
 
-    def _counts(self, header: Header, path: Path) -> EntryCounts:
-        """`counts`, whose refusal names the command that makes a context of equal counts."""
+    def counts(self, file: ContextFile) -> EntryCounts:
+        """Entries of an open file in vLLM.
+
+        Raises what `check_plain` raises, and UnevenContext with the command that helps.
+        """
+        check_plain(file)
+        path = file.path
         try:
-            return self.counts(header)
+            counts = EntryCounts.of(file.header, self.paged)
+            if self.paged is not None and counts.pages is not None:
+                check_rest(file, counts, self.paged.block)
+            return counts
         except UnevenContext as problem:
-            levelled = path.with_name(f"{path.stem}-mass{SUFFIX}")
-            raise UnevenContext(
-                f"{problem}; make one set of tokens of them: "
-                f"kvfold compress MODEL {path} --level mass --out {levelled}"
-            ) from None
+            asked = "--level mass" if problem.size is None else f"--pages {problem.size}"
+            made = path.with_name(f"{path.stem}-{asked.split()[-1]}{SUFFIX}")
+            remedy = f"kvfold compress MODEL {path} {asked} --out {made}"
+            raise UnevenContext(f"{problem}: {remedy}", problem.size) from None
 
 
 class CompatibilityCheck:

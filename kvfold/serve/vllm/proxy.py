@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvfold.errors import KvfoldError
 from kvfold.serve.errors import HANDLERS, ApiError, invalid
 from kvfold.serve.events import AT_ONCE, EVENTS, ClosedStream
 from kvfold.serve.limits import OPEN, check_client, counted
@@ -30,6 +31,7 @@ from kvfold.serve.settings import ServerSettings
 from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.chat_completions import chunks, message
+from kvfold.serve.vllm.evictions.asked import EVICT, UNABLE, Eviction
 from kvfold.serve.vllm.request import ContextPrompt
 from kvfold.serve.worker_threads import unless_gone
 
@@ -139,22 +141,37 @@ class Proxy:
     async def _asking(self, request: Request, body: bytes, kind: type[A]) -> A | None:
         """The request, or None if it names and brings no context.
 
-        Its text is compressed first, or the context that it names is levelled.
+        Its text is compressed first, or that of an uneven context read again.
         """
         if SESSION in request.headers:
             raise _without_sessions()
         found = await run_in_threadpool(_naming_a_context, body, kind)
         if found is None:
+            await run_in_threadpool(self._check_eviction, body)
             return None
         asking, text = found
         if text is not None:
             coming = self._arrivals().made(text)
-        elif await run_in_threadpool(self.contexts.is_levelled_first, asking.context_id):
-            coming = self._arrivals().levelled(str(asking.context_id))
+        elif await run_in_threadpool(self.contexts.is_read_first, asking.context_id):
+            coming = self._arrivals().reread(str(asking.context_id))
         else:
             return asking
         name = await unless_gone(request, coming)
         return asking.model_copy(update={"context_id": name})
+
+    def _check_eviction(self, body: bytes) -> None:
+        """Raises ApiError for an eviction that vLLM would refuse without saying why."""
+        given = eviction_of(body)
+        if given is None:
+            return
+        paged = self.contexts.served_folder.paged
+        try:
+            if paged is None or paged.ranks > 1:
+                raise KvfoldError(UNABLE)
+            Eviction.of(given, paged.block)
+        except KvfoldError as problem:
+            code = "eviction_refused"
+            raise ApiError(400, str(problem), code=code, param="kv_transfer_params") from problem
 
     def _arrivals(self) -> Arrivals:
         if self.arrivals is None:
@@ -206,6 +223,18 @@ def build(proxy: Proxy) -> FastAPI:
     app.add_api_route("/v1/contexts", proxy.create, methods=["POST"], response_model=None)
     app.add_api_route("/{path:path}", proxy.other, methods=VERBS, response_model=None)
     return app
+
+
+def eviction_of(body: bytes) -> Any:
+    """What a request's body asks to evict; None: nothing, or it is no JSON."""
+    if EVICT.encode() not in body:
+        return None
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return None
+    given = asked.get("kv_transfer_params") if isinstance(asked, dict) else None
+    return given.get(EVICT) if isinstance(given, dict) else None
 
 
 def _naming_a_context(body: bytes, kind: type[A]) -> tuple[A, str | None] | None:

@@ -7,11 +7,14 @@ Settings and requests that would otherwise give silently wrong answers are refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvfold.errors import KvfoldError
+from kvfold.serve.vllm.evictions.asked import EVICT
+from kvfold.serve.vllm.evictions.schedule import EvictionOrder, EvictionSchedule
+from kvfold.serve.vllm.head_pages.layout import HeadPages
 from kvfold.serve.vllm.placeholders import PREFIX, CompatibilityCheck, ServedContext, ServedFolder
 from kvfold.serve.vllm.request import CONTEXT
 
@@ -20,27 +23,48 @@ logger = logging.getLogger("vllm.kvfold")
 
 @dataclass(frozen=True)
 class ContextLoad:
-    """Loading of a context's entries, from index `start` on, into vLLM's cache.
+    """Loading of a context, from position `start` of `count` on, into vLLM's cache.
 
-    `slots[i]` is the cache slot of entry `start + i`, `blocks` are the pages that hold the slots.
-    `by_layer` are the slots of layers that hold only the last entries. `salt` is of the file's
-    version that was scheduled.
+    `blocks` are those of all its positions. `salt` is of the file's version that was scheduled.
     """
 
     context: str
     salt: str
     start: int
-    slots: list[int]
+    count: int
     blocks: list[int]
-    by_layer: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnPages:
+    """Pages of single heads of a request, all ranks', in `blocks`; `replaced` as in `Layout`."""
+
+    pages: HeadPages
+    blocks: list[int]
+    replaced: int
 
 
 @dataclass
 class EngineStep:
-    """Work of one engine step: contexts to load, and failed requests with their pages."""
+    """Work of one engine step.
+
+    Args:
+        loads: contexts to load.
+        refused: failed requests, with their blocks.
+        laid: requests that have got pages of single heads since the last step, and where.
+        evictions: requests that get such pages now, of what stays of their prompt.
+        watched: requests that read a prompt, and of how many last tokens queries are kept.
+        gone: requests that have ended, or are read anew.
+        writing: the block that each of these requests writes into.
+    """
 
     loads: list[ContextLoad] = field(default_factory=list)
     refused: dict[str, list[int]] = field(default_factory=dict)
+    laid: dict[str, OwnPages] = field(default_factory=dict)
+    evictions: dict[str, EvictionOrder] = field(default_factory=dict)
+    watched: dict[str, int] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    writing: dict[int, str] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -52,17 +76,33 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, served_folder: ServedFolder, compatibility: CompatibilityCheck, block: int
+        self,
+        served_folder: ServedFolder | None,
+        compatibility: CompatibilityCheck | None,
+        evicting: EvictionSchedule | None,
+        block: int,
     ) -> None:
-        self.served_folder, self.compatibility, self.block = served_folder, compatibility, block
-        self._local: dict[str, tuple[ServedContext, int]] = {}
+        self.served_folder, self.compatibility = served_folder, compatibility
+        self.evicting, self.block = evicting, block
+        self._local: dict[str, ServedContext] = {}
+        self._running: dict[str, Any] = {}  # requests with pages of single heads
         self._refused: dict[str, int] = {}
         self._step = EngineStep()
 
-    def matched(self, request: Any, local: int) -> tuple[int, bool]:
-        """Tokens beyond the first `local` that come from a context; True if asynchronously."""
+    def arrived(self, request: Any) -> None:
+        """Notes a new request, before vLLM looks for it in the prefix cache."""
+        if self.evicting is not None:
+            named = CONTEXT in (request.kv_transfer_params or {})
+            self.evicting.arrived(request, plain=not named)
+
+    def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """Tokens beyond the first `local` that come from a context; True if asynchronously.
+
+        None: the request waits for blocks.
+        """
         try:
-            served = context_of(request, self.served_folder, self.compatibility.check)
+            served = self._context_of(request)
+            self._check_eviction(request)
         except KvfoldError as problem:
             logger.error("request %s is refused: %s", request.request_id, problem)
             self._refused[request.request_id] = local
@@ -70,8 +110,9 @@ class SchedulerSide:
             request.skip_reading_prefix_cache = False
             return request.num_tokens - local, True
         if served is None:
-            return 0, False
-        self._local[request.request_id] = served, local
+            waits = self.evicting is not None and self.evicting.waits(request)
+            return None if waits else 0, False
+        self._local[request.request_id] = served
         # Not asynchronously: only for such loads does vLLM call `start_load_kv` before the forward.
         return max(served.kept - local, 0), False
 
@@ -83,30 +124,65 @@ class SchedulerSide:
             own = blocks[0][self._refused.pop(name) // self.block :]
             self._step.refused[name] = list(own)
             return
-        known = self._local.pop(name, None)
-        if known is not None and count:
-            self._step.loads.append(self.load(*known, count, blocks))
+        served = self._local.pop(name, None)
+        if served is None:
+            if self.evicting is not None:
+                self.evicting.admitted(request)
+            return
+        own = list(blocks[0][: -(-served.kept // self.block)])
+        if count:
+            start = served.kept - count
+            self._step.loads.append(ContextLoad(served.id, served.salt, start, served.kept, own))
+        if served.pages is not None:
+            self._running[name] = request
+            whole = served.kept // self.block
+            self._step.laid[name] = OwnPages(served.pages, own[:whole], whole)
 
-    def load(
-        self, served: ServedContext, start: int, count: int, blocks: Sequence[Sequence[int]]
-    ) -> ContextLoad:
-        """The load of `count` entries from index `start` on into the pages of the only group."""
-        own = blocks[0]
-        slots = [
-            own[i // self.block] * self.block + i % self.block for i in range(start, start + count)
-        ]
-        touched = list(own[start // self.block : (start + count - 1) // self.block + 1])
-        return ContextLoad(served.id, served.salt, start, slots, touched)
+    def take(
+        self,
+        scheduled: Mapping[str, int],
+        preempted: set[str],
+        blocks_of: Callable[[str], Sequence[int]],
+    ) -> EngineStep:
+        """The work of this step; the next one starts empty.
 
-    def take(self) -> EngineStep:
-        """The work of this step; the next one starts empty."""
+        `scheduled` are the tokens of each request in this step, `preempted` those that have lost
+        their blocks; `blocks_of` gives a request's blocks.
+        """
         step, self._step = self._step, EngineStep()
+        running = self._running
+        if self.evicting is not None:
+            step.gone += self.evicting.preempted(preempted)
+            step.evictions = self.evicting.orders(scheduled)
+            step.watched = self.evicting.watched(scheduled)
+            running = running | self.evicting.requests
+        for name in running.keys() & scheduled.keys():
+            last = running[name].num_computed_tokens + scheduled[name] - 1
+            step.writing[blocks_of(name)[last // self.block]] = name
         return step
 
-    def forget(self, request: Any) -> None:
-        """Forgets a request that has ended."""
-        self._local.pop(request.request_id, None)
-        self._refused.pop(request.request_id, None)
+    def forget(self, request: Any) -> dict[str, Any] | None:
+        """Forgets a request that has ended; what its answer says of evictions."""
+        name = request.request_id
+        self._local.pop(name, None)
+        self._refused.pop(name, None)
+        about = None if self.evicting is None else self.evicting.ended(request)
+        if self._running.pop(name, None) is not None or about is not None:
+            self._step.gone.append(name)
+        return None if about is None else {EVICT: about}
+
+    def _context_of(self, request: Any) -> ServedContext | None:
+        if self.served_folder is None or self.compatibility is None:
+            if CONTEXT in (request.kv_transfer_params or {}):
+                raise KvfoldError("this server has no folder of contexts")
+            return None
+        return context_of(request, self.served_folder, self.compatibility.check)
+
+    def _check_eviction(self, request: Any) -> None:
+        if self.evicting is not None:
+            self.evicting.check(request)
+        elif EVICT in (request.kv_transfer_params or {}):
+            raise KvfoldError("this vLLM evicts nothing: it has no pages of single heads")
 
 
 def check_engine(config: Any, groups: int) -> None:

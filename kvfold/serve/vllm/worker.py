@@ -7,36 +7,27 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from kvfold.contexts.files.format import opened, told_as_damage
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.serve.vllm.evictions.copying import EvictedRow
 from kvfold.serve.vllm.export import LayerPages, pages
+from kvfold.serve.vllm.head_pages.layout import RUNNING, HeadPages, Layout, of_heads, share
+from kvfold.serve.vllm.head_pages.queries import WATCHED, LastQueries
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedFolder, salt
-from kvfold.serve.vllm.scheduler import ContextLoad
+from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep
 
 logger = logging.getLogger("vllm.kvfold")
 
+Of = TypeVar("Of", Layout, LastQueries)
 # Contexts whose last, partly filled page is kept in memory. vLLM's prefix cache holds full pages
 # only, so every further request to a context loads that page again.
 REMEMBERED = 16
-
-
-def share(heads: int, rank: int, size: int) -> slice:
-    """The KV heads of a tensor-parallel rank, split or replicated as vLLM does.
-
-    Raises KvfoldError if neither number divides the other.
-    """
-    if heads % size == 0:
-        each = heads // size
-        return slice(rank * each, (rank + 1) * each)
-    if size % heads == 0:
-        head = rank * heads // size
-        return slice(head, head + 1)
-    raise KvfoldError(f"{heads} KV heads cannot be dealt out to {size} ranks")
 
 
 class WorkerSide:
@@ -47,7 +38,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        served_folder: ServedFolder,
+        served_folder: ServedFolder | None,
         meta_model: MetaModel,
         dtype: torch.dtype,
         block: int,
@@ -56,75 +47,136 @@ class WorkerSide:
     ) -> None:
         self.served_folder, self.meta_model = served_folder, meta_model
         self.dtype, self.block, self.rank, self.size = dtype, block, rank, size
+        self.rope = meta_model.rope
+        self.evicts = False
         self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
+        self._layouts: dict[str, Layout] = {}
+        self._rows: dict[str, EvictedRow] = {}
+        self._readers: dict[str, LastQueries] = {}
+        # Blocks replaced, and targets in use, by evictions since vLLM was told last
+        self.done: dict[str, tuple[int, int]] = {}
+
+    def lay(self, step: EngineStep, layers: Mapping[int, Any]) -> list[int]:
+        """Notes where requests have pages of single heads, and evicts from vLLM's `layers`.
+
+        Blocks of requests from which nothing could be evicted are returned.
+        """
+        for name in step.gone:
+            for of in (self._layouts, self._rows, self._readers):
+                of.pop(name, None)
+        for name, own in step.laid.items():
+            pages = own.pages.of_rank(self.rank, self.size)
+            self._layouts[name] = Layout.of(pages, own.blocks, own.replaced)
+        failed = {name for name in step.evictions if not self._evict(name, step, layers)}
+        for name, count in step.watched.items():
+            if count and name not in self._readers:
+                self._readers[name] = LastQueries(len(layers), count)
+        _name_blocks(RUNNING, self._layouts, step.writing)
+        _name_blocks(WATCHED, self._readers, step.writing)
+        return [block for block, name in step.writing.items() if name in failed]
+
+    def _evict(self, name: str, step: EngineStep, layers: Mapping[int, Any]) -> bool:
+        """Copies what stays of a request; False if that failed."""
+        order = step.evictions[name]
+        try:
+            if name not in self._rows:
+                self._rows[name] = EvictedRow(order.eviction, layers, self.rope, self.block)
+            row = self._rows[name]
+            changed = row.evict(order, self._readers.get(name))
+        # An exception here would end the engine with all its requests.
+        except (KvfoldError, RuntimeError) as problem:
+            logger.error("request %s could not be compressed: %s", name, problem)
+            return False
+        if order.eviction.every is None:
+            self._readers.pop(name, None)
+        if changed and row.layout is not None:
+            self._layouts[name] = row.layout
+            self.done[name] = row.layout.replaced, row.layout.blocks
+        return True
 
     def fill(self, layers: Mapping[int, Any], load: ContextLoad) -> None:
-        """Writes the entries of `load` into vLLM's attention `layers`, keyed by layer index.
+        """Writes the entries of `load` into vLLM's attention `layers`, by layer index.
 
         Raises ContextFileError if the file was replaced since the request was scheduled, and
         KvfoldError if vLLM's layers or heads differ from the file's.
         """
         started = time.perf_counter()
-        count = load.start + len(load.slots)
-        for page in self._pages(load, count):
+        for page in self._pages(load):
             if page.layer not in layers:
                 raise KvfoldError(f"vLLM has no attention layer {page.layer}")
-            slots = load.by_layer.get(page.layer, load.slots)
-            _write(layers[page.layer], page, slots, self.dtype)
+            _write(layers[page.layer], page, self._slots(page, load), self.dtype)
         logger.info(
-            "loaded %d of %d entries of %s in %.3f s",
-            len(load.slots),
-            count,
+            "loaded %d of %d positions of %s in %.3f s",
+            load.count - load.start,
+            load.count,
             load.context,
             time.perf_counter() - started,
         )
 
-    def _pages(self, load: ContextLoad, count: int) -> Iterator[LayerPages]:
-        """The entries of each layer in turn: all `count`, or only those of the last, partial page.
+    def _slots(self, page: LayerPages, load: ContextLoad) -> Tensor:
+        """vLLM's slots of a layer's last entries, int64: those from position `load.start` on."""
+        if page.of_heads is None:
+            blocks, first = torch.tensor(load.blocks), max(load.start, load.count - len(page.keys))
+            places = torch.arange(first, load.count)
+        else:
+            layout = Layout.of(HeadPages((page.of_heads,)), load.blocks, 0)
+            blocks, first = layout.pages(0).long(), load.start * len(page.of_heads)
+            places = torch.arange(min(first, len(page.keys)), len(page.keys))
+        return blocks[places // self.block] * self.block + places % self.block
+
+    def _pages(self, load: ContextLoad) -> Iterator[LayerPages]:
+        """The entries of each layer in turn: all, or only those of the last, partial page.
 
         The latter come from memory. Raises ContextFileError if the file was replaced.
         """
-        broken = count - count % self.block
+        broken = load.count - load.count % self.block
         if load.start >= broken and load.salt in self._tails:
             self._tails.move_to_end(load.salt)
             yield from self._tails[load.salt]
             return
         tails = []
+        assert self.served_folder is not None  # a context was scheduled
         with opened(self.served_folder.path(load.context)) as file, told_as_damage(file):
-            counts = self.served_folder.counts(file.header)
-            if salt(file.header) != load.salt or counts.count != count:
+            counts = self.served_folder.counts(file)
+            if salt(file.header) != load.salt or counts.count != load.count:
                 raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")
             heads = share(len(file.header.layers[0].kept), self.rank, self.size)
             for page in pages(file, self.meta_model, heads, counts):
-                tails.append(_from(page, broken))
+                if page.of_heads is None:
+                    tails.append(_last(page, load.count - broken))
                 yield page
         self._tails[load.salt] = tails
         while len(self._tails) > REMEMBERED:
             self._tails.popitem(last=False)
 
 
-def _from(page: LayerPages, first: int) -> LayerPages:
-    """A copy of a layer's entries from index `first` on."""
+def _name_blocks(named: dict[int, Of], of: Mapping[str, Of], writing: Mapping[int, str]) -> None:
+    """Makes `named` what requests have, by the blocks that they are `writing` into."""
+    named.clear()
+    named.update({block: of[name] for block, name in writing.items() if name in of})
+
+
+def _last(page: LayerPages, count: int) -> LayerPages:
+    """A copy of a layer's last `count` entries."""
+    first = len(page.keys) - count
     return LayerPages(page.layer, page.keys[first:].clone(), page.values[first:].clone())
 
 
-def _write(layer: Any, page: LayerPages, slots: list[int], dtype: torch.dtype) -> None:
+def _write(layer: Any, page: LayerPages, slots: Tensor, dtype: torch.dtype) -> None:
     """Writes the last `len(slots)` entries of a layer into vLLM's cache slots.
 
     Raises KvfoldError.
     """
-    first = len(page.keys) - len(slots)
-    keys, values = page.keys[first:], page.values[first:]
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise KvfoldError(f"{type(layer.impl).__name__} fills its pages in the attention itself")
-    held = (layer.impl.num_kv_heads, layer.impl.head_size)
-    if tuple(keys.shape[1:]) != held:
+    held = layer.impl.num_kv_heads, layer.impl.head_size
+    given = page.keys.shape[1] if page.of_heads is None else len(page.of_heads), page.keys.shape[2]
+    if given != held:
         raise KvfoldError(
             f"layer {page.layer} holds {held[0]} heads of size {held[1]} on this rank, and the "
-            f"context gives {keys.shape[1]} of size {keys.shape[2]}"
+            f"context gives {given[0]} of size {given[1]}"
         )
-    at = layer.kv_cache.device
-    keys, values = (part.to(at, dtype).contiguous() for part in (keys, values))
-    layer.impl.do_kv_cache_update(
-        layer, keys, values, layer.kv_cache, torch.tensor(slots, device=at)
-    )
+    first, at = len(page.keys) - len(slots), layer.kv_cache.device
+    keys, values = (part[first:].to(at, dtype).contiguous() for part in (page.keys, page.values))
+    cache = layer.kv_cache if page.of_heads is None else of_heads(layer.kv_cache)
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(at))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import kvfold
+from kvfold.serve.vllm.export import Paged
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
 from kvfold.serve.vllm.scheduler import SchedulerSide
@@ -16,8 +17,8 @@ from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import BLOCK
 
-# Heads that keep nearly equally many.
-UNEVEN = ("snapkv + adakv:floor=0.8", 60)
+# Heads that keep different numbers of pages.
+UNEVEN = (f"kvzip + pages:size={BLOCK}", 60)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,7 @@ def served_folder(
     kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40).save(path / "even.kvfold")
     kvfold.compress(model, tokenizer, DOCUMENT, "h2o", 40).save(path / "other.kvfold")
     kvfold.compress(model, tokenizer, DOCUMENT, *UNEVEN).save(path / "uneven.kvfold")
-    return ServedFolder(path)
+    return ServedFolder(path, Paged(BLOCK))
 
 
 @pytest.fixture(scope="session")
@@ -62,4 +63,4 @@ def compatibility(served_folder: ServedFolder, meta_model: MetaModel) -> Compati
 
 @pytest.fixture
 def scheduler_side(served_folder: ServedFolder, compatibility: CompatibilityCheck) -> SchedulerSide:
-    return SchedulerSide(served_folder, compatibility, BLOCK)
+    return SchedulerSide(served_folder, compatibility, None, BLOCK)

@@ -21,8 +21,9 @@ from kvfold.jobs.executor import here
 from kvfold.methods.stages.score.learned import Scorer
 from kvfold.serve.errors import ApiError
 from kvfold.serve.vllm.arrivals import OWN, Arrivals
+from kvfold.serve.vllm.export import Paged
 from kvfold.serve.vllm.placeholders import ServedFolder
-from tests.helpers.contexts import DOCUMENT
+from tests.helpers.contexts import DOCUMENT, assert_same
 
 OPTIONS = CompressOptions(kvfold.parse("snapkv"), Budget.of(40), None, "at_end", 0)
 
@@ -146,7 +147,7 @@ def test_two_texts_at_once_under_one_id_are_one_and_a_refusal(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> None:
+def test_copies_of_a_file_are_read_again_into_one(model, tokenizer, tmp_path) -> None:
     copies = [tmp_path / "a.kvfold", tmp_path / "b.kvfold"]
     kvfold.compress(model, tokenizer, DOCUMENT, "adakv", 40).save(copies[0])
     copies[1].write_bytes(copies[0].read_bytes())
@@ -159,22 +160,46 @@ def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> N
         go.set()
 
     async def at_once() -> list[Any]:
-        return await asyncio.gather(arrivals.levelled("a"), arrivals.levelled("b"), released())
+        return await asyncio.gather(arrivals.reread("a"), arrivals.reread("b"), released())
 
     one, other, _ = asyncio.run(at_once())
     assert one == other and len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.slow
-def test_a_file_is_levelled_once_for_each_version_of_it(run, model, tokenizer, tmp_path) -> None:
+def test_a_file_is_read_again_once_for_each_version_of_it(run, model, tokenizer, tmp_path) -> None:
     arrivals, path = Arrivals(tmp_path, OPTIONS, run, ""), tmp_path / "a.kvfold"
     names = []
     for method in ("adakv", "kvzip"):
         kvfold.compress(model, tokenizer, DOCUMENT, method, 40).save(path)
-        names += [asyncio.run(arrivals.levelled("a")) for _ in range(2)]
+        names += [asyncio.run(arrivals.reread("a")) for _ in range(2)]
     assert names[0] == names[1] != names[2] == names[3] and run.texts == ["a", "a"]
     level = ServedFolder(tmp_path).get(names[0]).level
     assert level is not None and level.rule == "mass" and level.kl > 0
+
+
+@pytest.mark.slow
+def test_a_file_is_read_again_into_pages(run, model, tokenizer, tmp_path) -> None:
+    """Also one with pages of another size; a file for each size, and the same for the same."""
+    uneven = kvfold.compress(model, tokenizer, DOCUMENT, "kvzip + pages:size=10", 60)
+    uneven.save(tmp_path / "a.kvfold")
+    names = []
+    for size in (16, 20):
+        arrivals = Arrivals(tmp_path, OPTIONS, run, "", size)
+        names += [asyncio.run(arrivals.reread("a")) for _ in range(2)]
+        served = ServedFolder(tmp_path, Paged(size)).get(names[-1])
+        made = kvfold.load(tmp_path / f"{names[-1]}.kvfold", model, tokenizer)
+        expected = kvfold.compress(model, tokenizer, DOCUMENT, f"kvzip + pages:size={size}", 60)
+        assert_same(made.cache, expected.cache)
+        assert served.pages is not None and served.level is None
+    assert names[0] == names[1] != names[2] == names[3] and run.texts == ["a", "a"]
+
+
+def test_a_file_that_takes_no_pages_is_told(run, model, tokenizer, tmp_path) -> None:
+    kvfold.compress(model, tokenizer, DOCUMENT, "d2o", 40).save(tmp_path / "a.kvfold")
+    with pytest.raises(ApiError, match="pages are made of many entries at once") as told:
+        asyncio.run(Arrivals(tmp_path, OPTIONS, run, "", 16).reread("a"))
+    assert told.value.status_code == 400 and told.value.param == "context_id"
 
 
 def test_a_process_that_ends_ends_those_that_wait_and_is_started_again(tmp_path) -> None:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvfold import KvfoldError
+from kvfold.serve.vllm.head_pages.plugin import check_attention
 from kvfold.serve.vllm.scheduler import check_engine
 from tests.helpers.vllm import engine
 
@@ -24,3 +27,25 @@ def test_settings_under_which_pages_would_be_wrong_are_refused():
             check_engine(engine(**changes), 1)
     with pytest.raises(KvfoldError, match="several kinds"):
         check_engine(engine(), 2)
+
+
+def attending(**changes):
+    """An attention layer of vLLM, as far as its kind."""
+    fields = {"sinks": None, "alibi_slopes": None, "sliding_window": -1} | changes
+    return SimpleNamespace(impl=SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"sinks": object()}, "has attention sinks: "),
+        ({"alibi_slopes": object()}, "has ALiBi: "),
+        ({"sliding_window": 63}, "has a window: "),
+        ({"sliding_window": 63, "sinks": object()}, "has attention sinks and a window: "),
+    ],
+    ids=str,
+)
+def test_attention_that_does_not_go_with_pages_of_single_heads_is_refused(changes, said):
+    check_attention({"model.layers.0": attending()})
+    with pytest.raises(KvfoldError, match=f"model.layers.1 {said}use kvfold's own server"):
+        check_attention({"model.layers.0": attending(), "model.layers.1": attending(**changes)})

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import opened, read_header
-from kvfold.serve.vllm.export import EntryCounts, UnevenContext, pages
+from kvfold.serve.vllm.export import EntryCounts, Paged, UnevenContext, pages
+from kvfold.serve.vllm.head_pages.layout import HeadPages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedContext, ServedFolder
-from tests.helpers.contexts import DOCUMENT, KIVI, new_model
-from tests.helpers.vllm import ROPES, filled
+from tests.helpers.contexts import DOCUMENT, KIVI, forged, new_model
+from tests.helpers.vllm import BLOCK, ROPES, filled, header_keeping
 
 
 def logits(model: Any, cache: Any, first: int, ids: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_methods_that_keep_equally_many(model, tokenizer, tmp_path, method):
 
 
 def test_what_was_read_after_the_compression_goes_over_too(model, tokenizer, tmp_path, meta_model):
-    for spec in ("knorm", "kvzip:level=uniform"):
+    for spec in ("knorm", "kvzip:level=uniform", "h2o"):  # the last one leaves holes
         context = kvfold.compress(model, tokenizer, DOCUMENT, spec, 40)
         step = torch.tensor([[7]])
         with torch.no_grad():
@@ -103,7 +103,8 @@ def test_what_was_read_after_the_compression_goes_over_too(model, tokenizer, tmp
         served = logits(model, cache, count, QUESTION_IDS)
         assert (own - served).abs().max() < 2e-4 * (own.max() - own.min())
         with opened(path) as file:
-            assert ServedContext.of("a", file, EntryCounts.of(file.header)).tokens[-3:] == [7, 7, 7]
+            counts = EntryCounts.of(file.header, None)
+            assert ServedContext.of("a", file, counts).tokens[-3:] == [7, 7, 7]
 
 
 def test_a_context_that_keeps_everything_is_not_moved(model, tokenizer, tmp_path):
@@ -117,74 +118,128 @@ def test_half_precision_keys_are_rotated_in_float32(tokenizer, tmp_path):
     context.save(tmp_path / "a.kvfold")
     meta_model = MetaModel(model.config, None)
     with opened(tmp_path / "a.kvfold") as file:
-        page = next(pages(file, meta_model, slice(None), EntryCounts.of(file.header)))
+        page = next(pages(file, meta_model, slice(None), EntryCounts.of(file.header, None)))
     stored = context.cache.states[0].stored().keys[0].float()
-    angles = (40 - context.ids.shape[1]) * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
-    cos, sin = (torch.cat([f(angles)] * 2) for f in (torch.cos, torch.sin))
-    first, second = stored.double().chunk(2, -1)
-    exact = stored.double() * cos + torch.cat([-second, first], -1) * sin
+    exact = rotated(stored, 40 - context.ids.shape[1])
     assert page.keys.dtype == torch.float32
     assert (page.keys.transpose(0, 1) - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
+def rotated(keys: Tensor, by: int) -> Tensor:
+    """Keys `[…, 8]` moved by so many positions, in float64."""
+    angles = by * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    cos, sin = (torch.cat([f(angles)] * 2) for f in (torch.cos, torch.sin))
+    first, second = keys.double().chunk(2, -1)
+    return keys.double() * cos + torch.cat([-second, first], -1) * sin
+
+
 def test_a_rank_reads_its_own_heads(served_folder, meta_model):
-    whole = filled(served_folder.path("uneven"), meta_model)
+    whole = filled(served_folder.path("even"), meta_model)
     for head in range(2):
-        part = filled(served_folder.path("uneven"), meta_model, slice(head, head + 1))
+        part = filled(served_folder.path("even"), meta_model, slice(head, head + 1))
         for mine, every in zip(part.layers, whole.layers, strict=True):
             assert torch.equal(mine.keys[0, 0], every.keys[0, head])
             assert torch.equal(mine.values[0, 0], every.values[0, head])
 
 
-def test_uneven_heads_give_what_most_heads_keep(model, tokenizer, meta_model, served_folder):
-    context = kvfold.load(served_folder.path("uneven"), model, tokenizer)
-    kept = [[set(row.tolist()) for row in context.cache.positions(i)[0]] for i in range(4)]
-    flat = [head for layer in kept for head in layer]
-    count = min(map(len, flat))
-    assert count < max(map(len, flat))
-    served = served_folder.get("uneven")
-    assert served.kept == count
-    assert served.lost == pytest.approx(1 - count * len(flat) / sum(map(len, flat)))
-    cache = filled(served_folder.path("uneven"), meta_model)
-    full = filled_full(model, context.ids)
-    for layer, heads in enumerate(kept):
-        for head, own in enumerate(heads):
-            popular = sorted(own, key=lambda p: (-sum(p in other for other in flat), p))
-            places = torch.tensor(sorted(popular[:count]))
-            expected = full.layers[layer].values[0, head, places]
-            assert torch.equal(cache.layers[layer].values[0, head], expected)
+# --- heads that keep different numbers -----------------------------------------------------------
 
 
-def filled_full(model: Any, ids: Tensor) -> DynamicCache:
-    cache = DynamicCache()
+@pytest.mark.parametrize("heads", [slice(None), slice(0, 1), slice(1, 2)], ids=str)
+def test_pages_hold_what_each_head_keeps(model, tokenizer, served_folder, meta_model, heads):
+    """Beside keys and values of the whole text, moved in float64."""
+    path = served_folder.path("uneven")
+    context = kvfold.load(path, model, tokenizer)
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
-    return cache
+        text = model(context.ids, use_cache=True).past_key_values
+    seen = context.ids.shape[1]
+    rest = seen % BLOCK
+    with opened(path) as file:
+        counts = EntryCounts.of(file.header, Paged(BLOCK))
+        found = list(pages(file, meta_model, heads, counts))
+    assert rest and len(found) == 8 and counts.rest == rest
+    different = set()
+    for index, (own, last) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        assert own.layer == last.layer == index and last.of_heads is None
+        kept = [row.tolist() for row in context.cache.positions(index)[0]][heads]
+        assert all(row[-rest:] == list(range(seen - rest, seen)) for row in kept)
+        assert own.of_heads == tuple((len(row) - rest) // BLOCK for row in kept)
+        layer = text.layers[index]
+        whole = [layer.keys[0, heads], layer.values[0, heads]]
+        keys, values = (
+            torch.cat([part[head, row[:-rest]] for head, row in enumerate(kept)]) for part in whole
+        )
+        exact = rotated(keys, counts.count - seen)
+        assert (own.keys[:, 0] - exact).abs().max() < 1e-5 * exact.abs().max()
+        assert torch.allclose(own.values[:, 0], values, atol=1e-5)
+        exact = rotated(whole[0][:, -rest:], counts.count - seen).transpose(0, 1)
+        assert (last.keys - exact).abs().max() < 1e-5 * exact.abs().max()
+        assert torch.allclose(last.values, whole[1][:, -rest:].transpose(0, 1), atol=1e-5)
+        different.add(own.of_heads)
+    assert len(different) > 1 and counts.count < seen
 
 
-def test_levels_report_what_is_lost_and_refuse_too_much(served_folder):
-    header = read_header(served_folder.path("even"))
-    assert EntryCounts.of(header) == EntryCounts(40, 0.0, (40,) * 4)
+def test_heads_that_do_not_all_keep_the_last_tokens_are_refused(model, tokenizer, tmp_path):
+    """Their numbers of entries are those of whole pages and a rest."""
+    method = f"kvzip + pages:size={BLOCK}"
+    context = kvfold.compress(model, tokenizer, DOCUMENT, method, 60)
+    path, seen = tmp_path / "a.kvfold", context.ids.shape[1]
+    context.save(path)
+    assert ServedFolder(tmp_path, Paged(BLOCK)).get("a").pages is not None
+    with opened(path) as file:
+        columns = file.tensor("layers.1.columns.0")
+    assert int(columns[-1]) == seen - 1
+    left = next(place for place in range(seen) if place not in columns)
+    columns[-1] = left  # another token in the place of the last one
+    forged(path, path, "layers.1.columns.0", columns)
+    rest = seen % BLOCK
+    said = f"heads do not all keep the last {rest} tokens, which fill no page of {BLOCK}: kvfold"
+    with pytest.raises(UnevenContext, match=said) as refusal:
+        ServedFolder(tmp_path, Paged(BLOCK)).get("a")
+    assert f"--pages {BLOCK}" in str(refusal.value)
 
-    def keeping(*counts: int) -> Any:
-        layers = [header.layers[0].model_copy(update={"kept": list(counts)})]
-        return header.model_copy(update={"layers": layers})
 
-    assert EntryCounts.of(keeping(30, 50)) == EntryCounts(30, pytest.approx(0.25), (30,))
-    with pytest.raises(KvfoldError, match=r"heads keep 29 to 51 .* 28% of them would be"):
-        EntryCounts.of(keeping(29, 51))
-    with pytest.raises(UnevenContext):
-        EntryCounts.of(keeping(0, 0))
+def test_equal_counts_are_served_as_they_are_with_and_without_pages(served_folder):
+    for paged in (None, Paged(BLOCK)):
+        for kept in ([40, 40], [1, 1]):
+            header = header_keeping(served_folder, 151, kept, kept)
+            assert EntryCounts.of(header, paged) == EntryCounts(kept[0])
 
 
-def test_uneven_layers_are_refused_with_the_command_that_levels_them(model, tokenizer, tmp_path):
+def test_whole_pages_take_the_blocks_of_the_largest_layer(served_folder):
+    header = header_keeping(served_folder, 151, [7 + 16, 7 + 64], [7, 7 + 32])
+    pages_of = HeadPages(((1, 4), (0, 2)))
+    # Five pages of two heads are three blocks; of one head, on its own rank, four.
+    assert EntryCounts.of(header, Paged(16)) == EntryCounts(3 * 16 + 7, pages_of, 7)
+    assert EntryCounts.of(header, Paged(16, 2)) == EntryCounts(4 * 16 + 7, pages_of, 7)
+    header = header_keeping(served_folder, 160, [16, 64])
+    assert EntryCounts.of(header, Paged(16)) == EntryCounts(3 * 16, HeadPages(((1, 4),)), 0)
+
+
+@pytest.mark.parametrize("kept", [[7 + 16, 7 + 63], [16, 64], [6, 7 + 16], [0, 7]], ids=str)
+def test_entries_that_do_not_fill_pages_are_refused(served_folder, kept):
+    header = header_keeping(served_folder, 151, [7 + 16, 7 + 16], kept)
+    with pytest.raises(UnevenContext, match="which do not fill pages of 16") as refusal:
+        EntryCounts.of(header, Paged(16))
+    assert refusal.value.size == 16
+    low, high = min(23, *kept), max(23, *kept)
+    assert f"heads keep {low} to {high} entries" in str(refusal.value)
+    with pytest.raises(UnevenContext, match="this vLLM holds as many of each head") as refusal:
+        EntryCounts.of(header, None)
+    assert refusal.value.size is None
+
+
+@pytest.mark.parametrize(
+    "paged, asked, end", [(None, "--level mass", "mass"), (Paged(BLOCK), f"--pages {BLOCK}", "16")]
+)
+def test_uneven_files_are_refused_with_the_command_that_helps(
+    model, tokenizer, tmp_path, paged, asked, end
+):
     kvfold.compress(model, tokenizer, DOCUMENT, "pyramidkv", 40).save(tmp_path / "a.kvfold")
-    with pytest.raises(UnevenContext, match="of them would be lost") as refusal:
-        ServedFolder(tmp_path).get("a")
-    command = (
-        f"kvfold compress MODEL {tmp_path}/a.kvfold --level mass --out {tmp_path}/a-mass.kvfold"
-    )
-    assert str(refusal.value).endswith(command)
+    with pytest.raises(UnevenContext) as refusal:
+        ServedFolder(tmp_path, paged).get("a")
+    command = f"kvfold compress MODEL {tmp_path}/a.kvfold {asked} --out {tmp_path}/a-{end}.kvfold"
+    assert str(refusal.value).endswith(f": {command}")
 
 
 @pytest.mark.parametrize("method", [KIVI, "think", "minicache"])
@@ -204,7 +259,7 @@ def test_levelled_heads_are_served_as_the_levelled_context(
     context = kvfold.compress(model, tokenizer, DOCUMENT, method, 40).levelled(rule)
     context.save(tmp_path / "a.kvfold")
     served = ServedFolder(tmp_path).get("a")
-    assert served.kept == context.level.tokens and served.lost == 0
+    assert served.kept == context.level.tokens and served.pages is None
     chosen = context.cache.positions(0)[0][0]
     assert served.tokens == context.ids[0, chosen].tolist()
     own = logits(model, fork(context.cache), context.ids.shape[1], QUESTION_IDS)

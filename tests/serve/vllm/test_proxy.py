@@ -19,9 +19,9 @@ from kvfold.jobs.compress import CompressOptions, worker_spec
 from kvfold.jobs.executor import here
 from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.catalog import ContextCatalog
+from kvfold.serve.vllm.export import Paged
 from kvfold.serve.vllm.launch import VllmOptions, started
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.per_layer.sizes import Parts
 from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
 from kvfold.serve.vllm.proxy import Proxy, ProxyAuth, build
 from tests.helpers.chats import chat_tokenizer
@@ -29,6 +29,7 @@ from tests.helpers.contexts import DOCUMENT, KIVI, new_model
 from tests.helpers.tokenizers import word_tokenizer
 
 LONGEST, LARGEST, KEY = 200, 5000, "secret"
+DOCUMENT_TOKENS = 151
 CHAT = {"model": "m", "context_id": "a", "messages": [{"role": "user", "content": "the sky is"}]}
 TEXT = {"model": "m", "context_id": "a", "prompt": "the sky is"}
 
@@ -311,11 +312,11 @@ def test_a_vllm_that_cannot_be_reached_is_a_503(vllm):
         assert answer.status_code == 503 and "cannot be reached" in answer.text
 
 
-def test_contexts_are_listed_with_what_they_lose_or_why_not(vllm, contexts):
+def test_contexts_are_listed_with_what_they_keep_or_why_not(vllm, contexts):
     packed, fine, stranger = sorted(
         vllm.ask("GET", "/v1/contexts").json()["data"], key=lambda about: about["id"] != "packed"
     )
-    assert fine == {"id": "a", "object": "context", "tokens": 151, "kept": 40, "lost": 0.0}
+    assert fine == {"id": "a", "object": "context", "tokens": DOCUMENT_TOKENS, "kept": 40}
     assert "stores entries encoded" in packed["refused"]
     assert "other weights" in stranger["refused"]
 
@@ -425,18 +426,76 @@ def test_an_id_that_unnamed_texts_have_is_refused(arriving):
 
 @pytest.fixture
 def levelling(context, tokenizer, tmp_path):
-    """A vLLM before which texts and uneven files are levelled, and the uneven context `uneven`."""
+    """A vLLM without pages of single heads, and the context `uneven`; both come levelled."""
     uneven = kvfold.compress(context.model, tokenizer, DOCUMENT, "pyramidkv", 40)
     uneven.save(tmp_path / "uneven.kvfold")
     context.model.save_pretrained(tmp_path / "model")
     served_folder = ServedFolder(tmp_path)
     meta_model = MetaModel(context.model.config, str(tmp_path / "model"))
     compatibility = CompatibilityCheck(served_folder, meta_model, "float32")
-    catalog = ContextCatalog(served_folder, compatibility, tokenizer, levels=True)
+    catalog = ContextCatalog(served_folder, compatibility, tokenizer, reads=True)
     budget = Budget.of(40)
     options = CompressOptions(kvfold.parse("kvzip"), budget, None, "at_end", 0, level="votes")
     run = here(worker_spec("none"), context.model, tokenizer)
-    return Fake(catalog, arrivals=Arrivals(tmp_path, options, run, "")), uneven, served_folder
+    arrivals = Arrivals(tmp_path, options, run, "", "votes")
+    return Fake(catalog, arrivals=arrivals), uneven, served_folder
+
+
+@pytest.fixture
+def paging(context, tokenizer, tmp_path):
+    """A vLLM with pages of single heads, and the context `uneven`; both come in pages of 16."""
+    uneven = kvfold.compress(context.model, tokenizer, DOCUMENT, "pyramidkv", 60)
+    uneven.save(tmp_path / "uneven.kvfold")
+    context.model.save_pretrained(tmp_path / "model")
+    served_folder = ServedFolder(tmp_path, Paged(16))
+    meta_model = MetaModel(context.model.config, str(tmp_path / "model"))
+    compatibility = CompatibilityCheck(served_folder, meta_model, "float32")
+    catalog = ContextCatalog(served_folder, compatibility, tokenizer, reads=True)
+    method = kvfold.parse("kvzip + pages:size=16")
+    options = CompressOptions(method, Budget.of(60), None, "at_end", 0)
+    run = here(worker_spec("none"), context.model, tokenizer)
+    return Fake(catalog, arrivals=Arrivals(tmp_path, options, run, "", 16)), uneven, served_folder
+
+
+def numbers_of_pages(made):
+    """Pages of 16 entries that the heads of a context fill, beside its last tokens."""
+    rest = made.ids.shape[1] % 16
+    counts = [count - rest for layer in made.stats().kept for count in layer[0]]
+    assert not any(count % 16 for count in counts)
+    return sum(counts) // 16
+
+
+def test_a_text_is_compressed_into_pages_on_arrival(paging, context, tokenizer):
+    vllm, _, served_folder = paging
+    made = vllm.ask("POST", "/v1/contexts", json={"text": DOCUMENT, "id": "new"})
+    own = kvfold.compress(context.model, tokenizer, DOCUMENT, "kvzip + pages:size=16", 60)
+    assert made.status_code == 201 and "level" not in made.json()
+    assert made.json()["pages"] == numbers_of_pages(own)
+    assert made.json()["kept"] == served_folder.get("new").kept < DOCUMENT_TOKENS
+
+
+def test_an_uneven_file_is_read_again_into_pages_when_it_is_first_asked(paging):
+    vllm, uneven, served_folder = paging
+    (listed,) = vllm.ask("GET", "/v1/contexts").json()["data"]
+    assert "read again when it is first asked" in listed["uneven"]
+    for _ in range(2):
+        answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "uneven"})
+        assert answer.status_code == 200
+    first, second = (json.loads(request.content) for request in vllm.seen)
+    assert first == second
+    copy = served_folder.get(first["kv_transfer_params"]["kvfold_context"])
+    assert copy.salt == first["cache_salt"] and copy.tokens == first["prompt"][: copy.kept]
+    assert sum(map(sum, copy.pages.of_layers)) == numbers_of_pages(uneven.paged(16))
+    assert len(served_folder.ids()) == 2
+
+
+def test_a_file_that_takes_no_pages_is_refused(paging, context, tokenizer):
+    vllm, _, served_folder = paging
+    merged = kvfold.compress(context.model, tokenizer, DOCUMENT, "d2o", 40)
+    merged.save(served_folder.folder / "merged.kvfold")
+    answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "merged"})
+    assert answer.status_code == 400 and "pages are made" in answer.json()["error"]["message"]
+    assert not vllm.seen
 
 
 def test_a_text_is_levelled_on_arrival_with_the_kl_in_its_record(levelling, context, tokenizer):
@@ -451,7 +510,7 @@ def test_a_text_is_levelled_on_arrival_with_the_kl_in_its_record(levelling, cont
 def test_an_uneven_file_is_levelled_when_it_is_first_asked(levelling):
     vllm, uneven, served_folder = levelling
     (listed,) = vllm.ask("GET", "/v1/contexts").json()["data"]
-    assert "levelled when it is first asked" in listed["uneven"]
+    assert "read again when it is first asked" in listed["uneven"]
     for _ in range(2):
         answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "uneven"})
         assert answer.status_code == 200
@@ -518,14 +577,11 @@ def test_method_and_budget_of_texts_are_the_servers(arriving):
         assert answer.status_code == 400 and "are the server's" in answer.text
 
 
-def test_a_vllm_with_parts_takes_their_connector(tmp_path):
-    engine = VllmOptions("m", "n", "bfloat16", tmp_path, None, (), Parts.of("1,0.5", 32))
+def test_a_vllm_with_pages_of_single_heads_is_told_their_size(tmp_path):
+    engine = VllmOptions("m", "n", "bfloat16", tmp_path, None, (), Paged(64))
     command = engine.command(5000)
-    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector"] == "PartsConnector"
-    assert transfer["kv_connector_module_path"] == "kvfold.serve.vllm.per_layer.connector"
-    assert "--no-enable-prefix-caching" in command
-    assert command[command.index("--block-size") + 1] == "32"
+    assert command[command.index("--block-size") + 1] == "64"
+    assert "--block-size" not in VllmOptions("m", "n", "bfloat16", tmp_path, None).command(5000)
 
 
 def test_vllm_is_started_with_the_connector_and_its_own_arguments(tmp_path):

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from kvfold import ContextFileError, KvfoldError
-from kvfold.serve.vllm.worker import share
-from tests.helpers.vllm import BLOCK, Layer, filled, load_of, worker_side_of
+from kvfold.contexts.files.format import opened
+from kvfold.serve.vllm.export import pages
+from kvfold.serve.vllm.head_pages.layout import RUNNING
+from kvfold.serve.vllm.scheduler import EngineStep, OwnPages
+from tests.helpers.vllm import BLOCK, Layer, filled, load_of, slots_of, worker_side_of
 
 
 def test_pages_hold_the_context_in_order(served_folder, meta_model):
@@ -22,12 +25,10 @@ def test_pages_hold_the_context_in_order(served_folder, meta_model):
     worker_side.fill(layers, load)
     expected = filled(served_folder.path("even"), meta_model)
     for index, layer in layers.items():
-        rows = layer.kv_cache[:, load.slots]
-        assert torch.equal(rows[0].transpose(0, 1)[None], expected.layers[index].keys)
-        assert torch.equal(rows[1].transpose(0, 1)[None], expected.layers[index].values)
-        untouched = torch.ones(8 * BLOCK, dtype=torch.bool)
-        untouched[load.slots] = False
-        assert layer.kv_cache[:, untouched].isnan().all()
+        keys, values = layer.read(slots_of(load))
+        assert torch.equal(keys[None], expected.layers[index].keys)
+        assert torch.equal(values[None], expected.layers[index].values)
+        assert int(layer.written.sum()) == 2 * 40
 
 
 def test_ranks_hold_their_own_heads(served_folder, meta_model):
@@ -37,15 +38,8 @@ def test_ranks_hold_their_own_heads(served_folder, meta_model):
         layers = {i: Layer(1) for i in range(4)}
         worker_side_of(served_folder, meta_model, rank, 2).fill(layers, load)
         for index, layer in layers.items():
-            keys = layer.kv_cache[0, load.slots, 0]
-            assert torch.equal(keys, expected.layers[index].keys[0, rank])
-
-
-def test_heads_are_dealt_out_as_vllm_does():
-    assert [share(8, rank, 4) for rank in range(4)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
-    assert [share(2, rank, 4) for rank in range(4)] == [slice(i, i + 1) for i in (0, 0, 1, 1)]
-    with pytest.raises(KvfoldError, match="cannot be dealt out"):
-        share(6, 0, 4)
+            keys, _ = layer.read(slots_of(load))
+            assert torch.equal(keys[0], expected.layers[index].keys[0, rank])
 
 
 def test_a_missing_slice_of_heads_is_refused(served_folder, meta_model):
@@ -72,8 +66,10 @@ def test_a_broken_page_is_remembered(served_folder, meta_model, monkeypatch):
     load = load_of(served, [0, 1, 6], start=2 * BLOCK)
     worker_side.fill(again, load)
     for index, layer in again.items():
-        expected = first[index].kv_cache[:, 2 * BLOCK : 40]
-        assert torch.equal(layer.kv_cache[:, load.slots], expected)
+        before = first[index].read(range(2 * BLOCK, 40))
+        for part, expected in zip(layer.read(slots_of(load)), before, strict=True):
+            assert torch.equal(part, expected)
+        assert int(layer.written.sum()) == 2 * (40 - 2 * BLOCK)
 
 
 def test_a_file_that_was_replaced_meanwhile_is_refused(served_folder, meta_model):
@@ -82,3 +78,132 @@ def test_a_file_that_was_replaced_meanwhile_is_refused(served_folder, meta_model
         worker_side_of(served_folder, meta_model).fill(
             {i: Layer(2) for i in range(4)}, load_of(served, [0, 1, 2])
         )
+
+
+# --- pages of single heads -----------------------------------------------------------------------
+
+BLOCKS = [7, 2, 11, 5, 0, 9, 3, 14, 1, 12]
+
+
+@pytest.fixture
+def uneven(served_folder):
+    return served_folder.get("uneven")
+
+
+def numbers_of(of_heads, blocks):
+    """Numbers of the pages of each head: page after page through the blocks, from head to head."""
+    every = [block * len(of_heads) + head for block in blocks for head in range(len(of_heads))]
+    found = []
+    for count in of_heads:
+        found.append(every[:count])
+        every = every[count:]
+    return found
+
+
+def exported(served_folder, meta_model, heads=slice(None)):
+    """What fills the pages of each layer's heads, and the last tokens."""
+    with opened(served_folder.path("uneven")) as file:
+        return list(pages(file, meta_model, heads, served_folder.counts(file)))
+
+
+def assert_holds(layer, own, rest, blocks, kept, start=0):
+    """Each head's pages, but those before position `start`, and the last tokens of all heads."""
+    skipped, filled = start // BLOCK * len(own.of_heads), 0
+    at = 0
+    for numbers in numbers_of(own.of_heads, blocks):
+        for number in numbers:
+            rows = slice(at * BLOCK, (at + 1) * BLOCK)
+            if at >= skipped:
+                keys, values = layer.read_pages([number])
+                assert torch.equal(keys, own.keys[rows, 0])
+                assert torch.equal(values, own.values[rows, 0])
+                filled += BLOCK
+            at += 1
+    whole = kept - len(rest.keys)
+    places = range(whole, kept)
+    slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in places]
+    for part, expected in zip(layer.read(slots), (rest.keys, rest.values), strict=True):
+        assert torch.equal(part.transpose(0, 1), expected)
+    assert int(layer.written.sum()) == filled + rest.keys[:, :, 0].numel()
+
+
+@pytest.mark.parametrize("rank, size", [(0, 1), (0, 2), (1, 2)])
+def test_each_head_has_pages_of_its_own(served_folder, meta_model, uneven, rank, size):
+    held = 2 // size
+    heads = slice(rank * held, (rank + 1) * held)
+    layers = {i: Layer(held) for i in range(4)}
+    blocks = BLOCKS[: -(-uneven.kept // BLOCK)]
+    worker_side_of(served_folder, meta_model, rank, size).fill(layers, load_of(uneven, blocks))
+    found = exported(served_folder, meta_model, heads)
+    for own, rest in zip(found[::2], found[1::2], strict=True):
+        assert own.of_heads == uneven.pages.of_layers[own.layer][heads]
+        assert_holds(layers[own.layer], own, rest, blocks, uneven.kept)
+    assert len({own.of_heads for own in found[::2]}) > 1
+
+
+def test_behind_a_prefix_that_is_cached_only_later_blocks_are_written(
+    served_folder, meta_model, uneven
+):
+    layers = {i: Layer(2) for i in range(4)}
+    blocks = BLOCKS[: -(-uneven.kept // BLOCK)]
+    load = load_of(uneven, blocks, start=2 * BLOCK)
+    worker_side_of(served_folder, meta_model).fill(layers, load)
+    found = exported(served_folder, meta_model)
+    assert any(sum(own.of_heads) > 4 for own in found[::2])
+    for own, rest in zip(found[::2], found[1::2], strict=True):
+        assert_holds(layers[own.layer], own, rest, blocks, uneven.kept, start=2 * BLOCK)
+        assert not layers[own.layer].written[blocks[:2]].any()
+
+
+def test_the_last_tokens_are_remembered_without_the_pages(
+    served_folder, meta_model, uneven, monkeypatch
+):
+    worker_side = worker_side_of(served_folder, meta_model)
+    blocks, whole = BLOCKS[: -(-uneven.kept // BLOCK)], uneven.kept // BLOCK * BLOCK
+    worker_side.fill({i: Layer(2) for i in range(4)}, load_of(uneven, blocks))
+    found = exported(served_folder, meta_model)
+    monkeypatch.setattr(served_folder, "path", lambda name: pytest.fail("the file is read again"))
+    layers = {i: Layer(2) for i in range(4)}
+    load = load_of(uneven, [*blocks[:-1], 15], start=whole)
+    worker_side.fill(layers, load)
+    for rest in found[1::2]:
+        keys, values = layers[rest.layer].read(slots_of(load))
+        assert torch.equal(keys.transpose(0, 1), rest.keys)
+        assert torch.equal(values.transpose(0, 1), rest.values)
+        assert int(layers[rest.layer].written.sum()) == 2 * (uneven.kept - whole)
+
+
+def test_pages_of_another_number_of_heads_are_refused(served_folder, meta_model, uneven):
+    load = load_of(uneven, BLOCKS)
+    with pytest.raises(KvfoldError, match=r"holds 1 heads of size 8 .* gives 2"):
+        worker_side_of(served_folder, meta_model).fill({i: Layer(1) for i in range(4)}, load)
+
+
+def test_the_attention_finds_layouts_by_the_block_that_is_written(
+    served_folder, meta_model, uneven
+):
+    worker_side = worker_side_of(served_folder, meta_model)
+    own = OwnPages(uneven.pages, BLOCKS[: uneven.kept // BLOCK], uneven.kept // BLOCK)
+    worker_side.lay(EngineStep(laid={"a": own, "b": own}, writing={4: "a", 6: "b"}), {})
+    assert set(RUNNING) == {4, 6}
+    layout = RUNNING[4]
+    assert layout.replaced == own.replaced and layout is not RUNNING[6]
+    for index, of_heads in enumerate(uneven.pages.of_layers):
+        assert layout.counts[index].tolist() == list(of_heads)
+        expected = [page for head in numbers_of(of_heads, own.blocks) for page in head]
+        assert layout.pages(index).tolist() == expected
+    worker_side.lay(EngineStep(gone=["a"], writing={8: "b"}), {})
+    assert set(RUNNING) == {8}
+    worker_side.lay(EngineStep(gone=["b"], laid={"b": own}, writing={8: "b"}), {})
+    assert set(RUNNING) == {8}
+    worker_side.lay(EngineStep(gone=["b"]), {})
+    assert RUNNING == {}
+
+
+def test_a_rank_lays_the_pages_of_its_own_heads(served_folder, meta_model, uneven):
+    own = OwnPages(uneven.pages, BLOCKS, 0)
+    for rank in range(2):
+        worker_side = worker_side_of(served_folder, meta_model, rank, 2)
+        worker_side.lay(EngineStep(laid={"a": own}, writing={0: "a"}), {})
+        assert RUNNING[0].counts[:, 0].tolist() == [of[rank] for of in uneven.pages.of_layers]
+        worker_side.lay(EngineStep(gone=["a"]), {})

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks to evict, and the blocks that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvfold.budget import Budget
+from kvfold.cache.plan import checked_budget
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Across, Measured, parse, with_part
+from kvfold.methods.every import Every
+from kvfold.methods.pages import Pages
+from kvfold.policies import Policy, policy
+
+# Key of vLLM's `kv_transfer_params`: {"method": "snapkv", "budget": 0.25, "every": 128}
+EVICT = "kvfold"
+NAMES = {"method", "budget", "every"}
+UNABLE = "vLLM evicts on a CPU, on one rank, with entries of the model's own dtype"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model's layers, KV heads, bytes of an entry of one head, and vLLM's entries per block."""
+
+    layers: int
+    heads: int
+    entry_bytes: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Eviction by a method's text to a budget, when a prompt has been read.
+
+    Then again after each `every` generated tokens; None: these stay.
+    """
+
+    method: str
+    budget: Budget | None
+    every: int | None = None
+
+    @classmethod
+    def of(cls, given: Any, block: int) -> Eviction:
+        """The eviction that a request's `given` parameters name, in pages of `block` entries.
+
+        Raises KvfoldError for other parameters, and for a method that only a model can run.
+        """
+        if not isinstance(given, Mapping) or not {"method"} <= set(given) <= NAMES:
+            raise KvfoldError(
+                f"{EVICT!r} takes a method, its budget and every how many tokens, "
+                f'{{"method": "snapkv", "budget": 0.25, "every": 128}}, not {given!r}'
+            )
+        method, budget, every = given["method"], given.get("budget"), given.get("every")
+        if not isinstance(method, str):
+            raise KvfoldError(f"a method is a text such as 'snapkv', not {method!r}")
+        made = parse(method)
+        if every is not None:
+            if not isinstance(every, int) or every < 1:
+                raise KvfoldError(f"every is a whole number of tokens above 0, not {every!r}")
+            made = with_part(made, Every(every))
+        if made.stages().shape is None:
+            made = with_part(made, Pages(block))
+        if made.stages().shape != block:
+            raise KvfoldError(f"{method} fills other pages than vLLM's: take pages:size={block}")
+        limit = None if budget is None else Budget.of(budget)
+        found = cls(str(made), limit, made.stages().interval)
+        found.check()
+        return found
+
+    @property
+    def policy(self) -> Policy:
+        """The method as a function of a prompt's tensors."""
+        return _policy(self.method)
+
+    def check(self) -> None:
+        """Raises KvfoldError for a method that the engine's tensors are not enough for.
+
+        BudgetError for a budget that is missing, superfluous or too small.
+        """
+        needs = self.policy.needs
+        if self.every is not None and needs.queries == "all":
+            raise KvfoldError(
+                f"{self.method} sums attention up while it reads, and has no rounds here: leave "
+                "every out, or take another method"
+            )
+        if needs.output_weights:
+            raise KvfoldError(f"{self.method} reads weights of the model: make a context with it")
+        if self.policy.moves_keys:
+            raise KvfoldError(f"{self.method} moves keys, which vLLM's pages do not: take another")
+        checked_budget(self.policy.method, self.budget, self.policy.stages.forced.least)
+
+    def queries(self, tokens: int) -> int:
+        """Last tokens of a prompt whose queries the method reads."""
+        wanted = self.policy.needs.queries
+        return tokens if wanted == "all" else min(wanted, tokens)
+
+    def blocks(self, tokens: int, shape: Shape) -> int:
+        """Blocks that hold what is kept of a prompt, at most; 0 where nothing ever leaves.
+
+        Of a method that finds its sizes from the prompt, as many as the prompt's.
+        """
+        whole, stages = tokens // shape.block, self.policy.method.stages()
+        if isinstance(stages.allocate, Across | Measured) or self.budget is None:
+            return whole
+        total = self.budget.per_layer(tokens, shape.entry_bytes, shape.layers, shape.heads, 1)
+        if total >= tokens * shape.layers and self.every is None:
+            return 0
+        schedule: Callable[..., Any] | None = stages.allocate
+        assert schedule is not None
+        most = max(*schedule(total, tokens, shape.layers), stages.forced.least)
+        pages = max(1, most * shape.heads // shape.block)
+        of_heads = -(-stages.forced.least // shape.block)
+        most = max(-(-pages // shape.heads), of_heads)
+        return min(whole, most) if self.every is None else most
+
+
+@lru_cache(maxsize=64)
+def _policy(method: str) -> Policy:
+    return policy(method)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of evictions: what stays of a request, copied into pages of single heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.policies import Prefill, Rope
+from kvfold.policies.row_policy import RowPolicy, Stored
+from kvfold.serve.vllm.evictions.asked import Eviction
+from kvfold.serve.vllm.evictions.schedule import EvictionOrder
+from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, of_heads
+from kvfold.serve.vllm.head_pages.queries import LastQueries
+
+
+class EvictedRow:
+    """A request of which entries were evicted: which tokens its own pages hold, and where.
+
+    `layers` are vLLM's attention layers by index, pages hold `block` entries.
+    """
+
+    def __init__(
+        self, eviction: Eviction, layers: Mapping[int, Any], rope: Rope | None, block: int
+    ) -> None:
+        self.layers, self.rope, self.block = layers, rope, block
+        self.layout: Layout | None = None
+        self._policy = RowPolicy(eviction.policy, eviction.budget)
+        self._tokens: list[list[Tensor]] = []  # of each layer and head, in its own pages
+        self._read = False  # the prompt, and what stays of it was chosen
+
+    def evict(self, order: EvictionOrder, queries: LastQueries | None) -> bool:
+        """Copies what stays into the targets of `order`; False: everything stays where it is.
+
+        Raises KvfoldError as the method does, and for more pages than the targets hold.
+        """
+        after = order.blocks[self._replaced - order.first :]
+        stored = self._stored(after, order.tokens, queries)
+        kept = self._policy.round(stored) if self._read else self._of_prompt(stored, order)
+        self._read = True
+        if kept is None:
+            return False
+        rest = order.tokens % self.block
+        own = [[head[: len(head) - rest] for head in layer] for layer in kept]
+        pages = HeadPages.of([[len(head) for head in layer] for layer in own], self.block)
+        if pages is None or pages.blocks() > len(order.targets):
+            raise KvfoldError("more is kept than the blocks that were asked for hold")
+        self.layout = Layout.of(pages, order.targets, order.tokens // self.block)
+        self._tokens = [
+            [tokens[at] for tokens, at in zip(*of_layer, strict=True)]
+            for of_layer in zip(stored.tokens, own, strict=True)
+        ]
+        for number, at in enumerate(own):
+            self._write(number, stored.keys[number], stored.values[number], at)
+        return True
+
+    @property
+    def _replaced(self) -> int:
+        return 0 if self.layout is None else self.layout.replaced
+
+    def _of_prompt(self, stored: Stored, order: EvictionOrder) -> Sequence[Sequence[Tensor]] | None:
+        """What stays of a prompt; None: everything."""
+        kept = self._policy.prompt(
+            Prefill(
+                [torch.stack(list(keys)) for keys in stored.keys],
+                [torch.stack(list(values)) for values in stored.values],
+                stored.queries,
+                self.rope,
+                None if order.ids is None else torch.tensor(order.ids),
+                scale=self.layers[0].impl.scale,
+                softcap=self.layers[0].impl.logits_soft_cap or None,
+            )
+        )
+        everything = all(len(head) == kept.tokens for layer in kept.indices for head in layer)
+        return None if everything else kept.indices
+
+    def _stored(self, after: list[int], seen: int, queries: LastQueries | None) -> Stored:
+        """The request's entries: those in its own pages, then those in vLLM's blocks `after`."""
+        first = self._replaced * self.block
+        new = torch.arange(first, seen)
+        keys, values, tokens = [], [], []
+        for number in range(len(self.layers)):
+            cache = self.layers[number].kv_cache
+            new_keys, new_values = (rows[:, : len(new)] for rows in read_blocks(cache, after))
+            if self.layout is None:
+                keys.append(list(new_keys))
+                values.append(list(new_values))
+                tokens.append([new] * len(new_keys))
+                continue
+            counts = [len(of_head) for of_head in self._tokens[number]]
+            numbers = self.layout.pages(number).tolist()
+            own = [rows[0].split(counts) for rows in read_blocks(of_heads(cache), numbers)]
+            keys.append([torch.cat(pair) for pair in zip(own[0], new_keys, strict=True)])
+            values.append([torch.cat(pair) for pair in zip(own[1], new_values, strict=True)])
+            tokens.append([torch.cat([of_head, new]) for of_head in self._tokens[number]])
+        read = None if queries is None else queries.stacked()
+        return Stored(keys, values, tokens, seen, read)
+
+    def _write(
+        self, number: int, keys: Sequence[Tensor], values: Sequence[Tensor], at: list[Tensor]
+    ) -> None:
+        """Writes the entries `at` of a layer's heads into its pages."""
+        assert self.layout is not None
+        layer, pages = self.layers[number], self.layout.pages(number).long()
+        slots = (pages[:, None] * self.block + torch.arange(self.block)).flatten()
+        chosen = [
+            torch.cat([rows[own] for rows, own in zip(heads, at, strict=True)])[:, None]
+            for heads in (keys, values)
+        ]
+        layer.impl.do_kv_cache_update(layer, *chosen, of_heads(layer.kv_cache), slots)
+
+
+def read_blocks(kv_cache: Tensor, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values `[H, n·block, D]` in `blocks` of vLLM's CPU cache `[·, H, block, 2·D]`.
+
+    Its kernels keep the keys of a page transposed, `[D, block]`, and its values as they are.
+    """
+    _, heads, block, both = kv_cache.shape
+    size = both // 2
+    found = kv_cache[torch.tensor(blocks, dtype=torch.int64)].view(-1, heads, 2, block * size)
+    keys = found[:, :, 0].view(-1, heads, size, block).permute(1, 0, 3, 2)
+    values = found[:, :, 1].view(-1, heads, block, size).transpose(0, 1)
+    return keys.reshape(heads, -1, size), values.reshape(heads, -1, size)
+
+
+def check_layout(layer: Any, block: int) -> None:
+    """Raises KvfoldError if a layer's kernels lay keys out otherwise than `read_blocks` reads them.
+
+    Known entries are written into a copy of a block.
+    """
+    heads, size = layer.impl.num_kv_heads, layer.impl.head_size
+    cache = layer.kv_cache[:1].clone()
+    rows = torch.arange(2 * block * heads * size).view(2, block, heads, size)
+    keys, values = (rows % 251).to(cache.dtype)
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, torch.arange(block))
+    read = read_blocks(cache, [0])
+    if not all(
+        torch.equal(found, wrote.transpose(0, 1))
+        for found, wrote in zip(read, (keys, values), strict=True)
+    ):
+        raise KvfoldError(
+            f"vLLM's kernels of this CPU ({layer.isa}) lay keys out in a way that kvfold does not "
+            "know"
+        )
