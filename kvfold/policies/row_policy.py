@@ -23,7 +23,7 @@ from kvfold.store.sequence import LogicalSequence
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredRow:
     """Entries of one row that are left, and what came after: heads may hold different numbers.
 
     Keys are as attention reads them, after RoPE.
@@ -62,7 +62,7 @@ class RowPolicy:
 
     @torch.no_grad()
     @full_precision
-    def round(self, stored: Stored) -> list[list[Tensor]] | None:
+    def round(self, stored: StoredRow) -> list[list[Tensor]] | None:
         """Indices among the entries of each layer and KV head that stay, ascending; None: all.
 
         Raises KvfoldError for a method without rounds, or that sums attention up while it reads,

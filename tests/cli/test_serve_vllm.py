@@ -50,7 +50,8 @@ def test_options_that_mean_something_with_vllm_are_taken(tmp_path, monkeypatch):
     assert kvfold_command(*vllm, *words).exit_code == 0
     assert given == {
         "host": "::1", "port": 0, "api_key": "k", "folder": tmp_path, "body": 2**20,
-        "arguments": "--x 1", "method": None, "budget": None, "every": None, "level": None, "contexts": 1000,
+        "arguments": "--x 1", "method": None, "budget": None, "every": None, "level": None,
+        "contexts": 1000,
     }  # fmt: skip
     more = ("--method", "kvzip", "--budget", "0.3", "--contexts", "9", "--level", "votes")
     assert kvfold_command(*vllm, *more).exit_code == 0

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.evictions.asked import UNABLE, Eviction, Shape
+from kvfold.serve.vllm.evictions.asked import UNABLE, AskedEviction, Shape
 from kvfold.serve.vllm.evictions.copying import check_layout
 from kvfold.serve.vllm.evictions.schedule import EvictionSchedule
 from kvfold.serve.vllm.export import Paged
@@ -83,7 +83,7 @@ class KvfoldConnector(KVConnectorBase_V1):
             if paged is not None and ranks == 1:
                 heads, size = model.get_total_num_kv_heads(), model.get_head_size()
                 shape = Shape(meta_model.layers, heads, 2 * size * model.dtype.itemsize, block)
-                default = None if evict is None else Eviction.of(evict, block)
+                default = None if evict is None else AskedEviction.of(evict, block)
                 evicting = EvictionSchedule(default, shape)
             elif evict is not None:
                 raise KvfoldError(UNABLE)

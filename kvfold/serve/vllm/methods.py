@@ -10,7 +10,7 @@ from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.base import Method, Stages, with_part
 from kvfold.methods.pages import Pages
 from kvfold.methods.stages.select.one_set import Rule
-from kvfold.serve.vllm.evictions.asked import UNABLE, Eviction
+from kvfold.serve.vllm.evictions.asked import UNABLE, AskedEviction
 from kvfold.serve.vllm.export import Paged
 
 LEVEL: Rule = "mass"  # without pages of single heads, where no rule is named
@@ -86,7 +86,7 @@ def evicting(
     try:
         if paged is None or paged.ranks > 1:
             raise KvfoldError(UNABLE)
-        Eviction.of(given, paged.block)
+        AskedEviction.of(given, paged.block)
     except KvfoldError as problem:
         if every is not None:
             raise

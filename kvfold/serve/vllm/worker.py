@@ -17,14 +17,14 @@ from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.evictions.copying import EvictedRow
 from kvfold.serve.vllm.export import LayerPages, pages
 from kvfold.serve.vllm.head_pages.layout import RUNNING, HeadPages, Layout, of_heads, share
-from kvfold.serve.vllm.head_pages.queries import WATCHED, LastQueries
+from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryTail
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedFolder, salt
 from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep
 
 logger = logging.getLogger("vllm.kvfold")
 
-Of = TypeVar("Of", Layout, LastQueries)
+Of = TypeVar("Of", Layout, QueryTail)
 # Contexts whose last, partly filled page is kept in memory. vLLM's prefix cache holds full pages
 # only, so every further request to a context loads that page again.
 REMEMBERED = 16
@@ -52,7 +52,7 @@ class WorkerSide:
         self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
         self._layouts: dict[str, Layout] = {}
         self._rows: dict[str, EvictedRow] = {}
-        self._readers: dict[str, LastQueries] = {}
+        self._readers: dict[str, QueryTail] = {}
         # Blocks replaced, and targets in use, by evictions since vLLM was told last
         self.done: dict[str, tuple[int, int]] = {}
 
@@ -70,7 +70,7 @@ class WorkerSide:
         failed = {name for name in step.evictions if not self._evict(name, step, layers)}
         for name, count in step.watched.items():
             if count and name not in self._readers:
-                self._readers[name] = LastQueries(len(layers), count)
+                self._readers[name] = QueryTail(len(layers), count)
         _name_blocks(RUNNING, self._layouts, step.writing)
         _name_blocks(WATCHED, self._readers, step.writing)
         return [block for block, name in step.writing.items() if name in failed]

@@ -33,7 +33,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Eviction:
+class AskedEviction:
     """Eviction by a method's text to a budget, when a prompt has been read.
 
     Then again after each `every` generated tokens; None: these stay.
@@ -44,7 +44,7 @@ class Eviction:
     every: int | None = None
 
     @classmethod
-    def of(cls, given: Any, block: int) -> Eviction:
+    def of(cls, given: Any, block: int) -> AskedEviction:
         """The eviction that a request's `given` parameters name, in pages of `block` entries.
 
         Raises KvfoldError for other parameters, and for a method that only a model can run.

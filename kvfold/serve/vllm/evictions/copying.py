@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.policies import Prefill, Rope
-from kvfold.policies.row_policy import RowPolicy, Stored
-from kvfold.serve.vllm.evictions.asked import Eviction
+from kvfold.policies.row_policy import RowPolicy, StoredRow
+from kvfold.serve.vllm.evictions.asked import AskedEviction
 from kvfold.serve.vllm.evictions.schedule import EvictionOrder
 from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, of_heads
-from kvfold.serve.vllm.head_pages.queries import LastQueries
+from kvfold.serve.vllm.head_pages.queries import QueryTail
 
 
 class EvictedRow:
@@ -25,7 +25,7 @@ class EvictedRow:
     """
 
     def __init__(
-        self, eviction: Eviction, layers: Mapping[int, Any], rope: Rope | None, block: int
+        self, eviction: AskedEviction, layers: Mapping[int, Any], rope: Rope | None, block: int
     ) -> None:
         self.layers, self.rope, self.block = layers, rope, block
         self.layout: Layout | None = None
@@ -33,7 +33,7 @@ class EvictedRow:
         self._tokens: list[list[Tensor]] = []  # of each layer and head, in its own pages
         self._read = False  # the prompt, and what stays of it was chosen
 
-    def evict(self, order: EvictionOrder, queries: LastQueries | None) -> bool:
+    def evict(self, order: EvictionOrder, queries: QueryTail | None) -> bool:
         """Copies what stays into the targets of `order`; False: everything stays where it is.
 
         Raises KvfoldError as the method does, and for more pages than the targets hold.
@@ -62,7 +62,9 @@ class EvictedRow:
     def _replaced(self) -> int:
         return 0 if self.layout is None else self.layout.replaced
 
-    def _of_prompt(self, stored: Stored, order: EvictionOrder) -> Sequence[Sequence[Tensor]] | None:
+    def _of_prompt(
+        self, stored: StoredRow, order: EvictionOrder
+    ) -> Sequence[Sequence[Tensor]] | None:
         """What stays of a prompt; None: everything."""
         kept = self._policy.prompt(
             Prefill(
@@ -78,7 +80,7 @@ class EvictedRow:
         everything = all(len(head) == kept.tokens for layer in kept.indices for head in layer)
         return None if everything else kept.indices
 
-    def _stored(self, after: list[int], seen: int, queries: LastQueries | None) -> Stored:
+    def _stored(self, after: list[int], seen: int, queries: QueryTail | None) -> StoredRow:
         """The request's entries: those in its own pages, then those in vLLM's blocks `after`."""
         first = self._replaced * self.block
         new = torch.arange(first, seen)
@@ -98,7 +100,7 @@ class EvictedRow:
             values.append([torch.cat(pair) for pair in zip(own[1], new_values, strict=True)])
             tokens.append([torch.cat([of_head, new]) for of_head in self._tokens[number]])
         read = None if queries is None else queries.stacked()
-        return Stored(keys, values, tokens, seen, read)
+        return StoredRow(keys, values, tokens, seen, read)
 
     def _write(
         self, number: int, keys: Sequence[Tensor], values: Sequence[Tensor], at: list[Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.evictions.asked import EVICT, Eviction, Shape
+from kvfold.serve.vllm.evictions.asked import EVICT, AskedEviction, Shape
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class EvictionOrder:
     the method reads them.
     """
 
-    eviction: Eviction
+    eviction: AskedEviction
     tokens: int
     first: int
     blocks: list[int]
@@ -33,7 +33,7 @@ class Evicting:
     """A request of which something is evicted; its targets are blocks of vLLM's pool."""
 
     request: Any
-    eviction: Eviction
+    eviction: AskedEviction
     targets: list[Any]
     due: int | None  # tokens after which the next eviction comes; None: there is none
     replaced: int = 0  # leading blocks of the request that are not read any more
@@ -48,10 +48,10 @@ class EvictionSchedule:
     them. `default` is for requests that ask nothing; None: nothing is evicted from these.
     """
 
-    def __init__(self, default: Eviction | None, shape: Shape) -> None:
+    def __init__(self, default: AskedEviction | None, shape: Shape) -> None:
         self.default, self.shape = default, shape
         self.manager: Any = None  # vLLM's, bound once the scheduler has made it
-        self._asked: dict[str, Eviction] = {}
+        self._asked: dict[str, AskedEviction] = {}
         self._wrong: dict[str, KvfoldError] = {}
         self._evicting: dict[str, Evicting] = {}
         self._anew: dict[str, int] = {}  # times that a request was read anew
@@ -63,7 +63,7 @@ class EvictionSchedule:
         try:
             if given is not None and not plain:
                 raise KvfoldError(f"a context was compressed already: leave {EVICT!r} out")
-            found = self.default if given is None else Eviction.of(given, self.shape.block)
+            found = self.default if given is None else AskedEviction.of(given, self.shape.block)
         except KvfoldError as problem:
             self._wrong[name] = problem
             return
@@ -192,7 +192,9 @@ class EvictionSchedule:
         targets = self._asked[request.request_id].blocks(tokens, self.shape)
         return tokens // self.shape.block + 1, targets
 
-    def _shorten_hits(self, request: Any, eviction: Eviction, exact: int | None = None) -> None:
+    def _shorten_hits(
+        self, request: Any, eviction: AskedEviction, exact: int | None = None
+    ) -> None:
         """Lets the prefix cache find none of the tokens whose queries are read.
 
         Nor any behind the first `exact`, which were read after an eviction.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class LastQueries:
+class QueryTail:
     """Queries of the last `count` tokens that a request has read, of each layer."""
 
     def __init__(self, layers: int, count: int) -> None:
@@ -31,10 +31,10 @@ class LastQueries:
 
 
 # Of the running step, by the block that their request writes into, as `RUNNING` of `layout.py`.
-WATCHED: dict[int, LastQueries] = {}
+WATCHED: dict[int, QueryTail] = {}
 
 
-def watched_rows(blocks: Sequence[int], starts: Sequence[int]) -> list[tuple[LastQueries, slice]]:
+def watched_rows(blocks: Sequence[int], starts: Sequence[int]) -> list[tuple[QueryTail, slice]]:
     """Who reads which tokens of a step; row r writes into `blocks[r]`, from `starts[r]` on."""
     found = []
     for row, block in enumerate(blocks):
