@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.evictions.asked import UNABLE, AskedEviction, Shape
 from kvfold.serve.vllm.evictions.copying import check_layout
-from kvfold.serve.vllm.evictions.schedule import EvictionSchedule
+from kvfold.serve.vllm.evictions.schedule import EvictionDone, EvictionSchedule
 from kvfold.serve.vllm.export import Paged
 from kvfold.serve.vllm.head_pages.plugin import check_attention, has_head_pages
 from kvfold.serve.vllm.meta_model import MetaModel
@@ -40,9 +40,9 @@ class KvfoldConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class Copied(KVConnectorWorkerMetadata):
-    """Evictions that are done, by the request: blocks replaced, and targets in use."""
+    """Evictions that are done, by the request; sent back to the scheduler."""
 
-    done: dict[str, tuple[int, int]]
+    done: dict[str, EvictionDone]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Copied:
         """Those of two workers, of which one evicts."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvfold.contexts.files.format import opened, told_as_damage
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.evictions.copying import EvictedRow
+from kvfold.serve.vllm.evictions.schedule import EvictionDone
 from kvfold.serve.vllm.export import LayerPages, pages
 from kvfold.serve.vllm.head_pages.layout import RUNNING, HeadPages, Layout, of_heads, share
 from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryTail
@@ -53,8 +54,7 @@ class WorkerSide:
         self._layouts: dict[str, Layout] = {}
         self._rows: dict[str, EvictedRow] = {}
         self._readers: dict[str, QueryTail] = {}
-        # Blocks replaced, and targets in use, by evictions since vLLM was told last
-        self.done: dict[str, tuple[int, int]] = {}
+        self.done: dict[str, EvictionDone] = {}  # since vLLM was told last
 
     def lay(self, step: EngineStep, layers: Mapping[int, Any]) -> list[int]:
         """Notes where requests have pages of single heads, and evicts from vLLM's `layers`.
@@ -91,7 +91,8 @@ class WorkerSide:
             self._readers.pop(name, None)
         if changed and row.layout is not None:
             self._layouts[name] = row.layout
-            self.done[name] = row.layout.replaced, row.layout.blocks
+            layout = row.layout
+            self.done[name] = EvictionDone(order.admission, layout.replaced, layout.blocks)
         return True
 
     def fill(self, layers: Mapping[int, Any], load: ContextLoad) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
@@ -17,10 +18,11 @@ class EvictionOrder:
     """An eviction for the workers, of a request that has read `tokens`, into blocks `targets`.
 
     `blocks` are vLLM's of the request, from number `first` on. `ids` are those of the tokens, where
-    the method reads them.
+    the method reads them. `admission` tells a request from itself before it was preempted.
     """
 
     eviction: AskedEviction
+    admission: int
     tokens: int
     first: int
     blocks: list[int]
@@ -28,10 +30,20 @@ class EvictionOrder:
     ids: list[int] | None
 
 
+@dataclass(frozen=True)
+class EvictionDone:
+    """An order that the workers have carried out: blocks replaced so far, and targets in use."""
+
+    admission: int
+    replaced: int
+    used: int
+
+
 @dataclass
 class Evicting:
     """A request of which something is evicted; its targets are blocks of vLLM's pool."""
 
+    admission: int
     request: Any
     eviction: AskedEviction
     targets: list[Any]
@@ -55,6 +67,7 @@ class EvictionSchedule:
         self._wrong: dict[str, KvfoldError] = {}
         self._evicting: dict[str, Evicting] = {}
         self._anew: dict[str, int] = {}  # times that a request was read anew
+        self._admissions = count()
 
     def arrived(self, request: Any, *, plain: bool) -> None:
         """Notes what a new request asks; one that is not `plain`, as it has a context, nothing."""
@@ -75,7 +88,7 @@ class EvictionSchedule:
         """Raises KvfoldError for what a request asks wrongly, or blocks that vLLM does not have."""
         name = request.request_id
         if name in self._wrong:
-            raise self._wrong.pop(name)
+            raise self._wrong[name]
         if name in self._asked:
             needed, there = sum(self._needed(request)), self._pool.num_gpu_blocks - 1
             if needed > there:
@@ -96,10 +109,12 @@ class EvictionSchedule:
         if eviction is None:
             return
         self._release(name)
-        count = eviction.blocks(request.num_tokens, self.shape)
-        if count:
-            targets = self._pool.get_new_blocks(count)
-            self._evicting[name] = Evicting(request, eviction, targets, request.num_tokens)
+        blocks = eviction.blocks(request.num_tokens, self.shape)
+        if blocks:
+            targets = self._pool.get_new_blocks(blocks)
+            self._evicting[name] = Evicting(
+                next(self._admissions), request, eviction, targets, request.num_tokens
+            )
 
     def preempted(self, names: set[str]) -> list[str]:
         """Gives targets back; the names of requests that are read anew, from their first token."""
@@ -136,7 +151,7 @@ class EvictionSchedule:
         ids = list(of.request.all_token_ids[:tokens]) if wanted else None
         blocks = self._table(name)[of.replaced : -(-tokens // self.shape.block)]
         source, targets = ([block.block_id for block in part] for part in (blocks, of.targets))
-        return EvictionOrder(of.eviction, tokens, of.replaced, source, targets, ids)
+        return EvictionOrder(of.eviction, of.admission, tokens, of.replaced, source, targets, ids)
 
     def watched(self, scheduled: Mapping[str, int]) -> dict[str, int]:
         """Last tokens whose queries are kept, of requests that read some of them in this step."""
@@ -149,22 +164,22 @@ class EvictionSchedule:
                     found[name] = count
         return found
 
-    def copied(self, done: Mapping[str, tuple[int, int]]) -> None:
-        """Frees the blocks that are not read any more: `done` are how many, and targets in use.
+    def copied(self, done: Mapping[str, EvictionDone]) -> None:
+        """Frees the blocks that are not read any more, of requests that still hold them.
 
         Targets that are not in use are freed, too, where no round follows.
         """
-        for name, (replaced, used) in done.items():
+        for name, each in done.items():
             of = self._evicting.get(name)
-            if of is None:
+            if of is None or of.admission != each.admission:
                 continue
             table, null = self._table(name), self._pool.null_block
-            source = table[of.replaced : replaced]
-            table[of.replaced : replaced] = [null] * len(source)
-            of.replaced, of.rounds = replaced, of.rounds + 1
+            source = table[of.replaced : each.replaced]
+            table[of.replaced : each.replaced] = [null] * len(source)
+            of.replaced, of.rounds = each.replaced, of.rounds + 1
             self._pool.free_blocks(reversed(source))
             if of.eviction.every is None:
-                of.targets, beyond = of.targets[:used], of.targets[used:]
+                of.targets, beyond = of.targets[: each.used], of.targets[each.used :]
                 self._pool.free_blocks(beyond)
 
     def ended(self, request: Any) -> dict[str, Any] | None:
