@@ -87,6 +87,9 @@ class AskedEviction:
                 f"{self.method} sums attention up while it reads, and has no rounds here: leave "
                 "every out, or take another method"
             )
+        allocate = self.policy.stages.allocate
+        if self.every is not None and isinstance(allocate, Measured) and allocate.in_rounds:
+            raise KvfoldError(f"{self.method} finds its sizes anew in each round: take another")
         if needs.output_weights:
             raise KvfoldError(f"{self.method} reads weights of the model: make a context with it")
         if self.policy.moves_keys:
@@ -104,14 +107,21 @@ class AskedEviction:
         Of a method that finds its sizes from the prompt, as many as the prompt's.
         """
         whole, stages = tokens // shape.block, self.policy.method.stages()
-        if isinstance(stages.allocate, Across | Measured) or self.budget is None:
+        if self.budget is None:
             return whole
         total = self.budget.per_layer(tokens, shape.entry_bytes, shape.layers, shape.heads, 1)
-        if total >= tokens * shape.layers and self.every is None:
+        fits = total >= tokens * shape.layers
+        if fits and self.every is None:
             return 0
+        # The answer fills what a prompt leaves of a budget.
+        seen = max(tokens, total // shape.layers) if self.every else tokens
+        if isinstance(stages.allocate, Across | Measured):
+            if self.every is None:
+                return whole
+            return -(-(seen + self.every if fits else seen) // shape.block)
         schedule: Callable[..., Any] | None = stages.allocate
         assert schedule is not None
-        most = max(*schedule(total, tokens, shape.layers), stages.forced.least)
+        most = max(*schedule(total, seen, shape.layers), stages.forced.least)
         pages = max(1, most * shape.heads // shape.block)
         of_heads = -(-stages.forced.least // shape.block)
         most = max(-(-pages // shape.heads), of_heads)
