@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds over an engine's entries keep what `CompressedCache` keeps, round by round."""
+"""`RowPolicy` keeps what `CompressedCache` keeps: of a prompt, and round by round."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -10,98 +12,193 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold import CompressedCache, KvfoldError
+from kvfold import BudgetError, CompressedCache, KvfoldError
 from kvfold.cache import rounds
 from kvfold.policies import policy
-from kvfold.policies.row_policy import RowPolicy, StoredRow
+from kvfold.policies.row_policy import RowPolicy, Stored
+from tests.helpers.by_hand import distinct_prompts
 from tests.helpers.engine import least, recorded
-from tests.helpers.models import build, prompts
+from tests.helpers.models import build
 
-PROMPT, STEPS, BUDGET = 64, 40, 0.5
-SPECS = [
+PROMPT, TOKENS, BUDGET = 70, 190, 40
+METHODS = (
     "snapkv:window=8",
-    "adakv:window=8",
+    "snapkv:window=8 + adakv",
     "pyramidkv:window=8",
+    "pyramidkv:window=8 + adakv",
     "knorm",
     "keydiff",
     "rkv:window=8",
-]
+)
+EVERY = (3, 8, 21)  # below the window, as long, and above it
+PAGES = ("", " + pages:size=4")
 
 
-def told(state: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Keys, values and tokens of each head of a layer that is stored."""
-    keys, values = state.stored().dense()
-    columns = state.columns()[0]
-    there = columns >= 0
-    return tuple(
-        [rows[own].clone() for rows, own in zip(part, there, strict=True)]
-        for part in (keys[0], values[0], columns)
-    )
+@cache
+def model() -> Any:
+    return build("llama")
+
+
+@cache
+def text() -> Tensor:
+    """Ids `[1, N]`, each token once."""
+    return distinct_prompts((TOKENS,))[0]
+
+
+@dataclass
+class Round:
+    """What the layers of a cache held when a round came, and the tokens that stayed."""
+
+    keys: list[list[Tensor]] = field(default_factory=list)
+    values: list[list[Tensor]] = field(default_factory=list)
+    tokens: list[list[Tensor]] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)
+    seen: int = 0
+    kept: list[list[list[int]]] = field(default_factory=list)
+
+    def note(self, state: Any) -> None:
+        """Notes a layer before its round."""
+        (keys, values), columns = state.stored().dense(), state.columns()[0]
+        real = [head >= 0 for head in columns]
+        for into, rows in (
+            (self.keys, keys[0]),
+            (self.values, values[0]),
+            (self.tokens, columns),
+        ):
+            into.append([row[at].clone() for row, at in zip(rows, real, strict=True)])
+        self.seen = state.sequence.seen
+        window = state.observers.window.answer
+        if window.width:
+            queries, of = window.joined()
+            assert of[0].tolist() == list(range(self.seen - of.shape[1], self.seen))
+            self.queries.append(queries[0].clone())
+
+    def note_kept(self, state: Any) -> None:
+        """Notes the layer after it."""
+        self.kept.append([head[head >= 0].tolist() for head in state.columns()[0]])
+
+    @property
+    def stored(self) -> Stored:
+        """The same for a policy."""
+        return Stored(self.keys, self.values, self.tokens, self.seen, self.queries or None)
 
 
 @torch.no_grad()
-def cached_rounds(
-    model: Any, ids: Tensor, spec: str
-) -> list[tuple[StoredRow, list[list[list[int]]]]]:
-    """What each round of a cache saw, and the tokens that stayed."""
-    cache, layers, seen, found = CompressedCache(model, spec, BUDGET), [], [], []
-    run = rounds.evict_round
+def in_cache(spec: str, budget: float, prompt: int = PROMPT) -> list[Round]:
+    """The rounds of a compressed cache that reads the text token by token after a prompt."""
+    found: list[Round] = []
+    evict_round = rounds.evict_round
 
     def spied(state: Any, call: Any) -> None:
-        window = state.observers.window.answer
-        queries = window.joined()[0][0].clone() if window.width else None
-        layers.append((*told(state), queries))
-        seen.append(state.sequence.seen)
-        run(state, call)
+        if state.plan.layer == 0:
+            found.append(Round())
+        found[-1].note(state)
+        evict_round(state, call)
+        found[-1].note_kept(state)
 
-    model(ids[:, :PROMPT], past_key_values=cache)
+    held = CompressedCache(model(), spec, budget)
     with patch.object(rounds, "evict_round", spied):
-        for token in ids[:, PROMPT:].split(1, 1):
-            model(token, past_key_values=cache)
-            if layers:
-                keys, values, tokens, queries = zip(*layers, strict=True)
-                read = None if queries[0] is None else queries
-                after = [
-                    [head.tolist() for head in cache.positions(layer)[0]]
-                    for layer in range(len(layers))
-                ]
-                found.append((StoredRow(keys, values, tokens, seen[-1], read), after))
-                layers.clear()
+        model()(text()[:, :prompt], past_key_values=held)
+        for at in range(prompt, TOKENS):
+            model()(text()[:, at : at + 1], past_key_values=held)
     return found
 
 
-@pytest.mark.parametrize("pages", ["", " + pages:size=8"])
-@pytest.mark.parametrize("every", [4, 16])
-@pytest.mark.parametrize("spec", SPECS)
-def test_rounds_keep_what_the_cache_keeps(spec: str, every: int, pages: str) -> None:
-    model, ids = build("llama"), prompts((PROMPT + STEPS,))[0]
-    whole = f"{spec} + every:interval={every}{pages}"
-    made = policy(whole)
-    row = RowPolicy(made, BUDGET)
-    prefill = least(made, recorded(model, ids[:, :PROMPT]))
-    first = row.prompt(prefill)
-    expected = made.keep(prefill, BUDGET)
-    for own, same in zip(first.indices, expected.indices, strict=True):
-        assert [head.tolist() for head in own] == [head.tolist() for head in same]
-    found = cached_rounds(model, ids, whole)
-    assert len(found) == STEPS // every
-    for stored, after in found:
-        kept = row.round(stored)
-        assert kept is not None
-        tokens = [
-            [of_head[own].tolist() for of_head, own in zip(*of_layer, strict=True)]
-            for of_layer in zip(stored.tokens, kept, strict=True)
-        ]
-        assert tokens == after
-        assert any(
-            len(own) < len(of_head) for own, of_head in zip(kept[0], stored.tokens[0], strict=True)
-        )
+def row_of(spec: str, budget: float, prompt: int = PROMPT) -> RowPolicy:
+    """A policy that has kept something of the prompt."""
+    row = RowPolicy(policy(spec), budget)
+    row.prompt(least(row.policy, recorded(model(), text()[:, :prompt])))
+    return row
 
 
-@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o:decode=append"])
-def test_methods_without_rounds_over_entries_are_refused(spec: str) -> None:
-    model, ids = build("llama"), prompts((PROMPT,))[0]
+def kept_in(row: RowPolicy, one: Round) -> list[list[list[int]]]:
+    """Tokens that the policy keeps in a round."""
+    slots = row.round(one.stored)
+    if slots is None:
+        return [[head.tolist() for head in layer] for layer in one.tokens]
+    return [
+        [tokens[at].tolist() for tokens, at in zip(*of_layer, strict=True)]
+        for of_layer in zip(one.tokens, slots, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("spec", [*METHODS, "expected_attention", "h2o:decode=append", "random"])
+def test_of_a_prompt_it_keeps_what_its_policy_keeps(spec, pages):
+    made = policy(spec + pages)
+    prefill = least(made, recorded(model(), text()[:, :PROMPT]))
+    expected = made.keep(prefill, BUDGET, seed=3).indices
+    found = RowPolicy(made, BUDGET, seed=3).prompt(prefill).indices
+    for of_layer, there in zip(found, expected, strict=True):
+        assert [head.tolist() for head in of_layer] == [head.tolist() for head in there]
+
+
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("spec", METHODS)
+def test_in_rounds_it_keeps_what_the_cache_keeps(spec, every, pages):
+    spec = f"{spec} + every:interval={every}{pages}"
+    there = in_cache(spec, BUDGET)
+    row = row_of(spec, BUDGET)
+    assert len(there) == (TOKENS - PROMPT) // every
+    for one in there:
+        assert kept_in(row, one) == one.kept
+    assert any(  # a page may take more than one round to leave a head
+        len(after) < len(before)
+        for of, kept in zip(there[-1].tokens, there[-1].kept, strict=True)
+        for before, after in zip(of, kept, strict=True)
+    )
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_budget_that_the_prompt_does_not_fill_is_filled_by_the_answer(spec):
+    spec = f"{spec} + every:interval=8"
+    there = in_cache(spec, 60, prompt=30)
+    row = row_of(spec, 60, prompt=30)
+    whole = [[list(range(one.seen))] * 2 for one in there]
+    assert there[0].kept == [whole[0]] * 4
+    assert there[-1].kept != [whole[-1]] * 4
+    for one in there:
+        assert kept_in(row, one) == one.kept
+
+
+def test_other_entries_would_be_told_apart():
+    spec = "snapkv:window=8 + every:interval=21"
+    one = in_cache(spec, BUDGET)[0]
+    other = replace(one, queries=[queries.flip(1) for queries in one.queries])
+    row = row_of(spec, BUDGET)
+    assert kept_in(row, other) != one.kept
+
+
+@pytest.mark.parametrize(
+    "spec", ["snapkv", "h2o:decode=append", "triattention:prompt=counted"], ids=str
+)
+def test_methods_without_such_rounds_are_refused(spec):
     row = RowPolicy(policy(spec), BUDGET)
-    row.prompt(least(row.policy, recorded(model, ids)))
     with pytest.raises(KvfoldError, match="has no rounds over an engine's entries"):
-        row.round(StoredRow([], [], [], PROMPT))
+        row.round(Stored([], [], [], 0))
+
+
+@pytest.mark.parametrize(
+    "spec, budget, why",
+    [
+        ("snapkv", None, "needs a budget"),
+        ("simlayerkv", 0.5, "takes no budget"),
+        ("snapkv:window=8", 7, "raise it to at least 8"),
+    ],
+)
+def test_budgets_that_are_refused(spec, budget, why):
+    with pytest.raises(BudgetError, match=why):
+        RowPolicy(policy(spec), budget)
+
+
+def test_a_prompt_without_its_queries_is_refused():
+    row = RowPolicy(policy("snapkv:window=8"), BUDGET)
+    prefill = replace(recorded(model(), text()[:, :PROMPT]), queries=None)
+    with pytest.raises(KvfoldError, match="the last 8 tokens"):
+        row.prompt(prefill)
+
+
+def test_a_budget_below_a_page_is_refused_when_the_prompt_was_read():
+    with pytest.raises(BudgetError, match="raise the budget"):
+        row_of("knorm + pages:size=64", 10)
