@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.policies import Policy, Prefill, Rope
-from kvfold.policies.row_policy import Stored
+from kvfold.policies.row_policy import StoredRow
 
 SIZE = 8
 
@@ -49,7 +49,7 @@ class RandomRow:
             rope=Rope.plain(SIZE) if policy.needs.rope else None,
         )
 
-    def stored(self, policy: Policy) -> Stored:
+    def stored(self, policy: Policy) -> StoredRow:
         """What a policy reads in a round."""
         keys, values = (
             [
@@ -58,7 +58,7 @@ class RandomRow:
             ]
             for of in (self.keys, self.values)
         )
-        return Stored(keys, values, self.tokens, self.seen, self.last_queries(policy))
+        return StoredRow(keys, values, self.tokens, self.seen, self.last_queries(policy))
 
     def keep(self, slots: Sequence[Sequence[Tensor]]) -> None:
         """Leaves the entries at these slots of each head."""

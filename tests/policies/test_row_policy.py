@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold import BudgetError, CompressedCache, KvfoldError
 from kvfold.cache import rounds
 from kvfold.policies import policy
-from kvfold.policies.row_policy import RowPolicy, Stored
+from kvfold.policies.row_policy import RowPolicy, StoredRow
 from tests.helpers.by_hand import distinct_prompts
 from tests.helpers.engine import least, recorded
 from tests.helpers.models import build
@@ -78,9 +78,9 @@ class Round:
         self.kept.append([head[head >= 0].tolist() for head in state.columns()[0]])
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredRow:
         """The same for a policy."""
-        return Stored(self.keys, self.values, self.tokens, self.seen, self.queries or None)
+        return StoredRow(self.keys, self.values, self.tokens, self.seen, self.queries or None)
 
 
 @torch.no_grad()
@@ -176,7 +176,7 @@ def test_other_entries_would_be_told_apart():
 def test_methods_without_such_rounds_are_refused(spec):
     row = RowPolicy(policy(spec), BUDGET)
     with pytest.raises(KvfoldError, match="has no rounds over an engine's entries"):
-        row.round(Stored([], [], [], 0))
+        row.round(StoredRow([], [], [], 0))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from kvfold.bundled import FOLDER
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.policies.row_policy import RowPolicy
-from kvfold.serve.vllm.evictions.asked import Eviction, Shape
+from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
 from tests.helpers.rows import SIZE, RandomRow
 
 BLOCK = 16
@@ -33,19 +33,19 @@ BUDGETS = (0.1, 0.3, 0.7, 0.95, 1.0, 24, 60, 130, "20KiB")
 
 
 def test_a_request_names_a_method_a_budget_and_rounds():
-    found = Eviction.of({"method": "snapkv", "budget": "25%", "every": 48}, BLOCK)
+    found = AskedEviction.of({"method": "snapkv", "budget": "25%", "every": 48}, BLOCK)
     assert found.method == "snapkv + every:interval=48 + pages:size=16"
     assert (found.budget.kind, found.budget.amount, found.every) == ("ratio", 0.25, 48)
 
 
 def test_pages_of_the_engines_size_may_be_named():
     spec = "snapkv + pages:size=16"
-    assert Eviction.of({"method": spec, "budget": 64}, BLOCK).method == spec
+    assert AskedEviction.of({"method": spec, "budget": 64}, BLOCK).method == spec
 
 
 def test_a_method_with_rounds_of_its_own_keeps_them():
-    assert Eviction.of({"method": "rkv", "budget": 64}, BLOCK).every == 128
-    assert Eviction.of({"method": "rkv", "budget": 64, "every": 5}, BLOCK).every == 5
+    assert AskedEviction.of({"method": "rkv", "budget": 64}, BLOCK).every == 128
+    assert AskedEviction.of({"method": "rkv", "budget": 64, "every": 5}, BLOCK).every == 5
 
 
 REFUSED = [
@@ -79,7 +79,7 @@ REFUSED = [
 @pytest.mark.parametrize("given, why", REFUSED, ids=str)
 def test_what_is_refused(given, why):
     with pytest.raises(KvfoldError, match=why):
-        Eviction.of(given, BLOCK)
+        AskedEviction.of(given, BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_what_is_refused(given, why):
 )
 def test_budgets_that_are_refused(given, why):
     with pytest.raises(BudgetError, match=why):
-        Eviction.of(given, BLOCK)
+        AskedEviction.of(given, BLOCK)
 
 
 def test_queries_that_are_read():
-    snapkv = Eviction.of({"method": "snapkv:window=8", "budget": 0.5}, BLOCK)
+    snapkv = AskedEviction.of({"method": "snapkv:window=8", "budget": 0.5}, BLOCK)
     assert [snapkv.queries(tokens) for tokens in (3, 8, 100)] == [3, 8, 8]
-    everything = Eviction.of({"method": "expected_attention", "budget": 0.5}, BLOCK)
+    everything = AskedEviction.of({"method": "expected_attention", "budget": 0.5}, BLOCK)
     assert everything.queries(100) == 100
-    assert Eviction.of({"method": "knorm", "budget": 0.5}, BLOCK).queries(100) == 0
+    assert AskedEviction.of({"method": "knorm", "budget": 0.5}, BLOCK).queries(100) == 0
 
 
 def test_blocks_by_hand():
     shape = Shape(layers=4, heads=4, entry_bytes=64, block=16)
-    half = Eviction.of({"method": "snapkv:window=8", "budget": 0.5}, BLOCK)
+    half = AskedEviction.of({"method": "snapkv:window=8", "budget": 0.5}, BLOCK)
     # 50 entries of each of 4 heads fill 12 pages.
     assert half.blocks(100, shape) == 3
     # No whole block, and everything stays.
@@ -119,7 +119,7 @@ def test_blocks_by_hand():
     assert replace(half, budget=half.budget.tokens(99)).blocks(100, shape) == 6
 
 
-def needed(eviction: Eviction, row: RandomRow, rounds: int) -> list[int]:
+def needed(eviction: AskedEviction, row: RandomRow, rounds: int) -> list[int]:
     """Blocks after the prompt and after each round, where something has been evicted."""
     policy, found = RowPolicy(eviction.policy, eviction.budget), []
     kept = policy.prompt(row.prefill(eviction.policy)).indices
@@ -150,7 +150,7 @@ def test_targets_hold_what_is_kept(method, every):
         given = {"method": method, "budget": budget, "every": every}
         if method.startswith("simlayerkv"):
             del given["budget"]
-        eviction = Eviction.of(given, BLOCK)
+        eviction = AskedEviction.of(given, BLOCK)
         rounds = 0 if eviction.every is None else 6
         most = tokens + rounds * (eviction.every or 0)
         row = RandomRow.of(shape.layers, shape.heads, tokens, most, seed)

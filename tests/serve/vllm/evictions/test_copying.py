@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.policies.row_policy import RowPolicy
-from kvfold.serve.vllm.evictions.asked import Eviction, Shape
+from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
 from kvfold.serve.vllm.evictions.copying import EvictedRow, check_layout, read_blocks
 from kvfold.serve.vllm.evictions.schedule import EvictionOrder
-from kvfold.serve.vllm.head_pages.queries import WATCHED, LastQueries, watched_rows
+from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryTail, watched_rows
 from tests.helpers.rows import SIZE, RandomRow
 
 BLOCK, HEADS, LAYERS, TOKENS = 16, 4, 3, 100
@@ -64,18 +64,20 @@ def in_vllm(row: RandomRow) -> dict[int, Layer]:
     return layers
 
 
-def queries_of(row: RandomRow, eviction: Eviction) -> LastQueries:
+def queries_of(row: RandomRow, eviction: AskedEviction) -> QueryTail:
     """Those that a policy reads, after they came one forward after another."""
-    queries = LastQueries(LAYERS, eviction.queries(row.seen))
+    queries = QueryTail(LAYERS, eviction.queries(row.seen))
     for number in range(LAYERS):
         for piece in row.queries[number, :, : row.seen].transpose(0, 1).split(33):
             queries.read(number, piece)
     return queries
 
 
-def order_of(eviction: Eviction, tokens: int, first: int = 0, targets: Any = None) -> EvictionOrder:
+def order_of(
+    eviction: AskedEviction, tokens: int, first: int = 0, targets: Any = None
+) -> EvictionOrder:
     blocks = BLOCKS[first : -(-tokens // BLOCK)]
-    return EvictionOrder(eviction, tokens, first, blocks, targets or TARGETS, None)
+    return EvictionOrder(eviction, 0, tokens, first, blocks, targets or TARGETS, None)
 
 
 def assert_holds(row: EvictedRow, layers: dict[int, Layer], of: RandomRow) -> None:
@@ -101,7 +103,7 @@ def assert_holds(row: EvictedRow, layers: dict[int, Layer], of: RandomRow) -> No
 @pytest.mark.parametrize("late", [False, True])
 def test_pages_hold_what_stays_round_by_round(method, late):
     """Late: a second order comes before vLLM knows what the first has replaced."""
-    eviction = Eviction.of({"method": method, "budget": 0.4, "every": 20}, BLOCK)
+    eviction = AskedEviction.of({"method": method, "budget": 0.4, "every": 20}, BLOCK)
     random_row = RandomRow.of(LAYERS, HEADS, TOKENS, TOKENS + 60, 0)
     layers = in_vllm(random_row)
     row = EvictedRow(eviction, layers, None, BLOCK)
@@ -122,7 +124,7 @@ def test_pages_hold_what_stays_round_by_round(method, late):
 
 
 def test_where_everything_stays_nothing_is_copied():
-    eviction = Eviction.of({"method": "knorm", "budget": 120, "every": 20}, BLOCK)
+    eviction = AskedEviction.of({"method": "knorm", "budget": 120, "every": 20}, BLOCK)
     random_row = RandomRow.of(LAYERS, HEADS, TOKENS, TOKENS + 40, 0)
     layers = in_vllm(random_row)
     before = [layer.kv_cache.clone() for layer in layers.values()]
@@ -136,7 +138,7 @@ def test_where_everything_stays_nothing_is_copied():
 
 
 def test_more_than_the_targets_hold_is_refused_before_it_is_written():
-    eviction = Eviction.of({"method": "knorm", "budget": 0.5}, BLOCK)
+    eviction = AskedEviction.of({"method": "knorm", "budget": 0.5}, BLOCK)
     layers = in_vllm(RandomRow.of(LAYERS, HEADS, TOKENS, TOKENS, 0))
     before = layers[0].kv_cache.clone()
     row = EvictedRow(eviction, layers, None, BLOCK)
@@ -168,7 +170,7 @@ def test_kernels_that_lay_keys_out_otherwise_are_refused():
 @pytest.mark.parametrize("count", [1, 5, 8])
 def test_the_last_queries_are_kept(pieces, count):
     given = torch.randn(2, sum(pieces), 4, SIZE)
-    queries = LastQueries(2, count)
+    queries = QueryTail(2, count)
     for layer in range(2):
         for piece in given[layer].split(list(pieces)):
             buffer = torch.cat([piece, torch.zeros(2, 4, SIZE)])  # vLLM's, written anew
@@ -179,6 +181,6 @@ def test_the_last_queries_are_kept(pieces, count):
 
 
 def test_readers_are_found_by_the_block_that_is_written(monkeypatch):
-    reader = LastQueries(1, 4)
+    reader = QueryTail(1, 4)
     monkeypatch.setitem(WATCHED, 7, reader)
     assert watched_rows([3, 7, 5], [0, 10, 12, 13]) == [(reader, slice(10, 12))]
