@@ -14,6 +14,7 @@ from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Measured, parse, with_part
 from kvfold.methods.every import Every
 from kvfold.methods.pages import Pages
+from kvfold.methods.stages.when import Once
 from kvfold.policies import Policy, policy
 
 # Key of vLLM's `kv_transfer_params`: {"method": "snapkv", "budget": 0.25, "every": 128}
@@ -87,6 +88,8 @@ class AskedEviction:
                 f"{self.method} sums attention up while it reads, and has no rounds here: leave "
                 "every out, or take another method"
             )
+        if isinstance(self.policy.stages.when, Once):
+            raise KvfoldError(f"{self.method} waits for the first generated token: take another")
         allocate = self.policy.stages.allocate
         if self.every is not None and isinstance(allocate, Measured) and allocate.in_rounds:
             raise KvfoldError(f"{self.method} finds its sizes anew in each round: take another")
