@@ -66,7 +66,6 @@ REFUSED = [
     ({"method": "h2o:decode=append", "budget": 0.5, "every": 32}, "leave every out"),
     ({"method": "triattention:prompt=counted", "budget": 0.5}, "take another method"),
     ({"method": "simlayerkv:when=first_decode"}, "waits for the first generated token"),
-    ({"method": "h2o:decode=once", "budget": 0.5}, "waits for the first generated token"),
     ({"method": "kvzip", "budget": 0.5}, "runs forwards of its own"),
     ({"method": "streaming_llm", "budget": 0.5}, "pages"),
     ({"method": "chunkkv", "budget": 0.5}, "pages"),
