@@ -14,8 +14,11 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 import tests_vllm.conftest  # noqa: F401  settings of vLLM on a CPU
+from kvfold.serve.vllm.export import Paged
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.request import ContextPrompt
+
+BLOCK = 32  # entries of a page
 
 
 def main(model: str, folder: Path) -> None:
@@ -33,9 +36,10 @@ def main(model: str, folder: Path) -> None:
         max_model_len=1024,
         enforce_eager=True,
         max_num_seqs=4,
+        block_size=BLOCK,
         kv_transfer_config=transfer,
     )
-    served = ServedFolder(folder)
+    served = ServedFolder(folder, Paged(BLOCK))
     answers = {}
     for name, questions in asked["questions"].items():
         requests = [ContextPrompt(served.get(name), question) for question in questions]

@@ -121,7 +121,8 @@ def greedy(context: kvfold.Context, question: list[int]) -> list[int]:
 def test_vllm_answers_alike(model, tokenizer, folder, text, tmp_path):
     expected: dict[str, list[list[int]]] = {}
     asked: dict[str, list[list[int]]] = {}
-    for name, spec in (("snapkv", "snapkv"), ("kvzip", "kvzip:level=uniform")):
+    specs = {"snapkv": "snapkv", "even": "kvzip:level=uniform", "kvzip": "kvzip + pages"}
+    for name, spec in specs.items():
         context = kvfold.compress(model, tokenizer, text[:2000], spec, BUDGET)
         context.save(tmp_path / f"{name}.kvfold")
         chat = context.chat()
