@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from kvfold.budget import Budget
 from kvfold.cache.plan import checked_budget
-from kvfold.errors import KvfoldError
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Measured, parse, with_part
 from kvfold.methods.every import Every
 from kvfold.methods.pages import Pages
@@ -107,7 +107,9 @@ class AskedEviction:
     def blocks(self, tokens: int, shape: Shape) -> int:
         """Blocks that hold what is kept of a prompt, at most; 0 where nothing ever leaves.
 
-        Of a method that finds its sizes from the prompt, as many as the prompt's.
+        Of a method that finds its sizes from the prompt, as many as the prompt's. Nothing leaves a
+        prompt of which the part to keep fills less than a page in some layer. Raises BudgetError
+        for a budget in tokens or bytes that does.
         """
         whole, stages = tokens // shape.block, self.policy.method.stages()
         if self.budget is None:
@@ -118,17 +120,33 @@ class AskedEviction:
             return 0
         # The answer fills what a prompt leaves of a budget.
         seen = max(tokens, total // shape.layers) if self.every else tokens
-        if isinstance(stages.allocate, Across | Measured):
+        together = isinstance(stages.allocate, Across | Measured)
+        sizes = [total // shape.layers] if together else self._sizes(total, seen, shape.layers)
+        if not fits and max(min(sizes), stages.forced.least) * shape.heads < shape.block:
+            return self._too_little(shape)
+        if together:
             if self.every is None:
                 return whole
             return -(-(seen + self.every if fits else seen) // shape.block)
-        schedule: Callable[..., Any] | None = stages.allocate
-        assert schedule is not None
-        most = max(*schedule(total, seen, shape.layers), stages.forced.least)
+        most = max(*sizes, stages.forced.least)
         pages = max(1, most * shape.heads // shape.block)
         of_heads = -(-stages.forced.least // shape.block)
         most = max(-(-pages // shape.heads), of_heads)
         return min(whole, most) if self.every is None else most
+
+    def _sizes(self, total: int, seen: int, layers: int) -> list[int]:
+        """Entries per head of each layer, by a method's schedule."""
+        schedule: Any = self.policy.method.stages().allocate
+        return list(schedule(total, seen, layers))
+
+    def _too_little(self, shape: Shape) -> int:
+        assert self.budget is not None
+        if self.budget.kind != "ratio":
+            raise BudgetError(
+                f"{self.method} to {self.budget} fills less than a page of {shape.block} in some "
+                "layer: raise the budget"
+            )
+        return 0
 
 
 @lru_cache(maxsize=64)

@@ -164,3 +164,13 @@ def test_targets_hold_what_is_kept(method, every):
             assert max(found) <= there, (budget, tokens)
             compared += 1
     assert compared > 3
+
+
+@pytest.mark.parametrize("tokens, expected", [(20, 0), (40, 0), (70, 1)])
+def test_a_part_that_fills_no_page_lets_nothing_leave(tokens: int, expected: int) -> None:
+    shape = Shape(layers=2, heads=2, entry_bytes=64, block=32)
+    asked = AskedEviction.of({"method": "knorm", "budget": 0.25}, 32)
+    assert asked.blocks(tokens, shape) == expected
+    few = AskedEviction.of({"method": "knorm", "budget": 15}, 32)
+    with pytest.raises(BudgetError, match="less than a page of 32 in some layer"):
+        few.blocks(tokens, shape)
