@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget import Budget
 from kvfold.cache.plan import checked_budget
@@ -75,9 +76,8 @@ class RowPolicy:
             )
         for layer, state in enumerate(self._states):
             state.chosen = None
-            keys, values, tokens = (
-                _padded(part[layer]) for part in (stored.keys, stored.values, stored.tokens)
-            )
+            keys, values = (_padded(part[layer], 0) for part in (stored.keys, stored.values))
+            tokens = _padded(stored.tokens[layer], -1)
             named = {"keys": list(keys), "values": list(values), "positions": list(tokens)}
             state.put(DenseStore.from_named(named, len(keys), 0), LogicalSequence(stored.seen))
             queries = keys[None, :, :0] if stored.queries is None else stored.queries[layer][None]
@@ -97,14 +97,9 @@ class RowPolicy:
         ]
 
 
-def _padded(heads: Sequence[Tensor]) -> Tensor:
-    """Rows of heads in one tensor `[H, T, …]`, shorter ones behind zeros, or behind −1 (tokens)."""
-    most = max(len(rows) for rows in heads)
-    fill = 0 if heads[0].dim() > 1 else -1
-    padded = heads[0].new_full((len(heads), most, *heads[0].shape[1:]), fill)
-    for into, rows in zip(padded, heads, strict=True):
-        into[most - len(rows) :] = rows
-    return padded
+def _padded(heads: Sequence[Tensor], fill: int) -> Tensor:
+    """Rows of heads in one tensor `[H, T, …]`, those of shorter ones behind `fill`."""
+    return pad_sequence(list(heads), batch_first=True, padding_value=fill, padding_side="left")
 
 
 def _staying(state: ChoosingState, tokens: Sequence[Tensor]) -> list[Tensor]:

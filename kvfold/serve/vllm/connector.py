@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.evictions.asked import UNABLE, AskedEviction, Shape
+from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
 from kvfold.serve.vllm.evictions.copying import check_layout
 from kvfold.serve.vllm.evictions.schedule import EvictionDone, EvictionSchedule
 from kvfold.serve.vllm.export import Paged
@@ -79,14 +79,12 @@ class KvfoldConnector(KVConnectorBase_V1):
             compatibility = None
             if served_folder is not None:
                 compatibility = CompatibilityCheck(served_folder, meta_model, dtype)
+            default = None if evict is None else AskedEviction.within(evict, paged)
             evicting = None
             if paged is not None and ranks == 1:
                 heads, size = model.get_total_num_kv_heads(), model.get_head_size()
                 shape = Shape(meta_model.layers, heads, 2 * size * model.dtype.itemsize, block)
-                default = None if evict is None else AskedEviction.of(evict, block)
                 evicting = EvictionSchedule(default, shape)
-            elif evict is not None:
-                raise KvfoldError(UNABLE)
             self.scheduler_side = SchedulerSide(served_folder, compatibility, evicting, block)
         else:
             self._layers = {
@@ -99,7 +97,7 @@ class KvfoldConnector(KVConnectorBase_V1):
             self.worker_side = WorkerSide(
                 served_folder, meta_model, model.dtype, block, rank, ranks
             )
-            self.worker_side.evicts = paged is not None and ranks == 1
+            self._reads_back = paged is not None and ranks == 1
         self._failed: set[int] = set()
         self._refused: set[str] = set()
 
@@ -167,7 +165,7 @@ class KvfoldConnector(KVConnectorBase_V1):
         own = {layer.kv_cache.data_ptr() for layer in self._layers.values()}
         if own != {cache.data_ptr() for cache in kv_caches.values()}:
             raise KvfoldError("vLLM has one connector in a process: end the other vLLM first")
-        if self.worker_side.evicts:
+        if self._reads_back:
             check_layout(self._layers[0], self.worker_side.block)
 
     def build_connector_worker_meta(self) -> Copied | None:

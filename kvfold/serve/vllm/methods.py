@@ -10,7 +10,7 @@ from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.base import Method, Stages, with_part
 from kvfold.methods.pages import Pages
 from kvfold.methods.stages.select.one_set import Rule
-from kvfold.serve.vllm.evictions.asked import UNABLE, AskedEviction
+from kvfold.serve.vllm.evictions.asked import AskedEviction
 from kvfold.serve.vllm.export import Paged
 
 LEVEL: Rule = "mass"  # without pages of single heads, where no rule is named
@@ -84,9 +84,7 @@ def evicting(
     if every is not None:
         given["every"] = every
     try:
-        if paged is None or paged.ranks > 1:
-            raise KvfoldError(UNABLE)
-        AskedEviction.of(given, paged.block)
+        AskedEviction.within(given, paged)
     except KvfoldError as problem:
         if every is not None:
             raise

@@ -31,7 +31,7 @@ from kvfold.serve.settings import ServerSettings
 from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.chat_completions import chunks, message
-from kvfold.serve.vllm.evictions.asked import EVICT, UNABLE, AskedEviction
+from kvfold.serve.vllm.evictions.asked import EVICT, AskedEviction
 from kvfold.serve.vllm.request import ContextPrompt
 from kvfold.serve.worker_threads import unless_gone
 
@@ -164,11 +164,8 @@ class Proxy:
         given = eviction_of(body)
         if given is None:
             return
-        paged = self.contexts.served_folder.paged
         try:
-            if paged is None or paged.ranks > 1:
-                raise KvfoldError(UNABLE)
-            AskedEviction.of(given, paged.block)
+            AskedEviction.within(given, self.contexts.served_folder.paged)
         except KvfoldError as problem:
             code = "eviction_refused"
             raise ApiError(400, str(problem), code=code, param="kv_transfer_params") from problem

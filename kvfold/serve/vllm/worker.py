@@ -49,7 +49,6 @@ class WorkerSide:
         self.served_folder, self.meta_model = served_folder, meta_model
         self.dtype, self.block, self.rank, self.size = dtype, block, rank, size
         self.rope = meta_model.rope
-        self.evicts = False
         self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
         self._layouts: dict[str, Layout] = {}
         self._rows: dict[str, EvictedRow] = {}
@@ -116,13 +115,11 @@ class WorkerSide:
 
     def _slots(self, page: LayerPages, load: ContextLoad) -> Tensor:
         """vLLM's slots of a layer's last entries, int64: those from position `load.start` on."""
-        if page.of_heads is None:
-            blocks, first = torch.tensor(load.blocks), max(load.start, load.count - len(page.keys))
-            places = torch.arange(first, load.count)
-        else:
+        if page.of_heads is not None:
             layout = Layout.of(HeadPages((page.of_heads,)), load.blocks, 0)
-            blocks, first = layout.pages(0).long(), load.start * len(page.of_heads)
-            places = torch.arange(min(first, len(page.keys)), len(page.keys))
+            return layout.slots(0, self.block)[load.start * len(page.of_heads) :]
+        blocks, first = torch.tensor(load.blocks), max(load.start, load.count - len(page.keys))
+        places = torch.arange(first, load.count)
         return blocks[places // self.block] * self.block + places % self.block
 
     def _pages(self, load: ContextLoad) -> Iterator[LayerPages]:

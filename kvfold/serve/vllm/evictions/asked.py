@@ -16,6 +16,7 @@ from kvfold.methods.every import Every
 from kvfold.methods.pages import Pages
 from kvfold.methods.stages.when import Once
 from kvfold.policies import Policy, policy
+from kvfold.serve.vllm.export import Paged
 
 # Key of vLLM's `kv_transfer_params`: {"method": "snapkv", "budget": 0.25, "every": 128}
 EVICT = "kvfold"
@@ -71,6 +72,13 @@ class AskedEviction:
         found = cls(str(made), limit, made.stages().interval)
         found.check()
         return found
+
+    @classmethod
+    def within(cls, given: Any, paged: Paged | None) -> AskedEviction:
+        """As `of`, in vLLM's pages of single heads `paged`; KvfoldError if it evicts nothing."""
+        if paged is None or paged.ranks > 1:
+            raise KvfoldError(UNABLE)
+        return cls.of(given, paged.block)
 
     @property
     def policy(self) -> Policy:

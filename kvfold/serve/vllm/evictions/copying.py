@@ -107,8 +107,7 @@ class EvictedRow:
     ) -> None:
         """Writes the entries `at` of a layer's heads into its pages."""
         assert self.layout is not None
-        layer, pages = self.layers[number], self.layout.pages(number).long()
-        slots = (pages[:, None] * self.block + torch.arange(self.block)).flatten()
+        layer, slots = self.layers[number], self.layout.slots(number, self.block)
         chosen = [
             torch.cat([rows[own] for rows, own in zip(heads, at, strict=True)])[:, None]
             for heads in (keys, values)

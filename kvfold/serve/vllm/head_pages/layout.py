@@ -91,6 +91,10 @@ class Layout:
         """Numbers of a layer's pages, head after head, int32."""
         return self.numbers[: int(self.counts[layer].sum())]
 
+    def slots(self, layer: int, block: int) -> Tensor:
+        """Slots of all entries of a layer's pages, head after head, int64."""
+        return (self.pages(layer).long()[:, None] * block + torch.arange(block)).flatten()
+
 
 # Layouts of the running step, by the block that their request writes into: no other request writes
 # there, and what vLLM tells its attention of a step names no requests. Set by the connector.
