@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of vLLM that contexts take, beside those that all their pages would fill.
+"""Blocks of vLLM that contexts take, beside those of the text.
 
 usage: python -m benchmarks.vllm_blocks MODEL BOOK [--budget 0.2] [METHOD ...]
 
-Two parts of the book, of 4,200 characters each. Layers share one table in vLLM, so that a context
-takes the blocks of its largest layer.
+Two parts of the book, of 4,200 characters each. A block holds pages of any layer and head. The
+second figure is what blocks would be where each holds pages of one layer, as many of each layer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ def main() -> None:
             kept = [[count - rest for count in layer[0]] for layer in context.stats().kept]
             pages = HeadPages.of(kept, BLOCK)
             assert pages is not None
-            layers, heads = len(kept), len(kept[0])
-            filled = sum(map(sum, pages.of_layers)) / (layers * heads)
-            found.append((pages.blocks() / filled, (pages.blocks() * BLOCK + rest) / seen))
-        times, parts = ([f"{each[i]:.2f}" for each in found] for i in range(2))
-        print(
-            f"{method}: {', '.join(times)} x; {', '.join(parts)} of the text's blocks", flush=True
-        )
+            apart = max(-(-sum(layer) // len(layer)) for layer in pages.of_layers)
+            found.append([(blocks * BLOCK + rest) / seen for blocks in (pages.blocks(), apart)])
+        own, alone = (", ".join(f"{each[i]:.2f}" for each in found) for i in range(2))
+        print(f"{method}: {own} of the text's blocks; {alone} layer by layer", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,18 @@ SETTINGS = {
 }
 
 
-def arithmetic(prompt: int, answer: int, budget: float, every: int, fit: int) -> float:
-    """Requests that the pool holds while all write, `fit` of them as they are.
+def arithmetic(asked: argparse.Namespace) -> tuple[float, float, float]:
+    """Requests that the pool holds: while all write; beside a prompt; on average over the run.
 
-    One takes its kept entries, and on average half of what it writes between two rounds.
+    One takes its kept entries, and on average half of what it writes between two rounds. A prompt
+    that is read takes its own blocks, so the next request waits for these. Requests of one length
+    then run in waves, of which the last may be small.
     """
-    return fit * (prompt + answer) / (budget * prompt + min(every, answer) / 2)
+    pool = asked.fit * (asked.prompt + asked.answer)
+    one = asked.budget * asked.prompt + min(asked.every, asked.answer) / 2
+    while_one_is_read = min((pool - asked.prompt) / one, asked.requests)
+    waves = -(-asked.requests // int(while_one_is_read))
+    return min(pool / one, asked.requests), while_one_is_read, asked.requests / waves
 
 
 def run(asked: argparse.Namespace, *, evicts: bool) -> dict[str, float]:
@@ -101,9 +107,11 @@ def main() -> None:
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
         found[only] = json.loads(ended.stdout.splitlines()[-1])
         print(only, {name: round(value, 2) for name, value in found[only].items()}, flush=True)
-    fits = arithmetic(asked.prompt, asked.answer, asked.budget, asked.every, asked.fit)
-    fits = min(fits, asked.requests)
-    print(f"the pool's arithmetic: {fits:.1f} requests ({fits / asked.fit:.2f} x stock's)")
+    fits, beside, average = arithmetic(asked)
+    print(
+        f"the pool's arithmetic: {fits:.1f} requests ({fits / asked.fit:.2f} x stock's), "
+        f"{beside:.1f} beside a prompt that is read, {average:.1f} in waves of equal requests"
+    )
     for name in ("running", "decode", "all"):
         print(f"{name}: {found['evicting'][name] / found['stock'][name]:.2f} x stock's")
 

@@ -17,6 +17,7 @@ import torch
 from vllm import LLM, SamplingParams, envs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.v1.attention import selector
 
 import kvfold
 from kvfold.bundled import FOLDER
@@ -112,15 +113,17 @@ def sampling(asked: Asked = ORDINARY, new: int = NEW, **options: Any) -> Samplin
 
 @contextmanager
 def engine(
-    *, connector: bool = True, evict: dict[str, Any] | None = None, **options: Any
+    *, connector: bool = True, extra: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[LLM]:
-    """vLLM in this process, so that its pool of blocks can be looked at."""
-    extra = {} if evict is None else {"evict": evict}
+    """vLLM in this process, so that its pool of blocks can be looked at.
+
+    `extra` is the connector's.
+    """
     transfer = KVTransferConfig(
         kv_connector="KvfoldConnector",
         kv_connector_module_path="kvfold.serve.vllm.connector",
         kv_role="kv_both",
-        kv_connector_extra_config=extra,
+        kv_connector_extra_config=extra or {},
     )
     settings = {
         "model": str(FOLDER),
@@ -162,6 +165,17 @@ def answers(
         llm, [prompt for prompt, _ in requests], [sampling(asked, new) for _, asked in requests]
     )
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def choose_anew() -> None:
+    """Lets vLLM choose its attention by what is registered now, not as in an earlier engine."""
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def attention(llm: LLM) -> set[str]:
+    """Names of the classes that attend."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return {type(layer.impl).__name__ for layer in layers}
 
 
 def scheduler(llm: LLM) -> Any:

@@ -14,12 +14,15 @@ from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.head_pages.plugin import BACKEND, register
+from kvfold.serve.vllm.evictions.asked import EVICT
+from kvfold.serve.vllm.head_pages.plugin import register
 from tests_vllm.evicting import (
     ORDINARY,
     Asked,
     Truth,
     answers,
+    attention,
+    choose_anew,
     engine,
     generated,
     in_use,
@@ -35,10 +38,12 @@ CPU = AttentionBackendEnum.CPU_ATTN
 def stock() -> Iterator[None]:
     """vLLM's own attention, though the plug-in is installed."""
     CPU.clear_override()
+    choose_anew()
     try:
         yield
     finally:
         register()
+        choose_anew()
 
 
 def logprobs(llm: LLM) -> list[list[dict[int, float]]]:
@@ -56,21 +61,32 @@ def logprobs(llm: LLM) -> list[list[dict[int, float]]]:
 
 def test_ordinary_requests_are_answered_bit_for_bit_as_by_a_stock_vllm():
     with engine() as ours:
-        assert CPU.get_path() == BACKEND
+        assert attention(ours) == {"CPUHeadPagesAttention"}
         before = logprobs(ours)
         generated(ours, PROMPTS, [sampling(Asked("adakv", 64, 32), 70)] * len(PROMPTS))
         after = logprobs(ours)
     with stock(), engine(connector=False) as plain:
-        assert CPU.get_path() != BACKEND
+        assert attention(plain) == {"CPUAttentionBackendImpl"}
         expected = logprobs(plain)
     assert before == expected
     assert after == expected
 
 
+def test_metrics_say_what_was_evicted():
+    """The sums of what answers say, in vLLM's own counters."""
+    with engine(disable_log_stats=False) as started:
+        outputs = generated(started, PROMPTS, [sampling(Asked("knorm", 64, 32), 70)] * len(PROMPTS))
+        said = [output.kv_transfer_params[EVICT] for output in outputs]
+        found = {metric.name: metric for metric in started.get_metrics()}
+    for name in ("evictions", "blocks_evicted", "read_anew"):
+        assert found[f"vllm:kvfold_{name}"].value == sum(each.get(name, 0) for each in said)
+    assert found["vllm:kvfold_blocks_evicted"].value > 10
+
+
 def test_what_is_evicted_by_default():
     truth, prompt = Truth(), PROMPTS[2]
     other = Asked("knorm", 0.5)
-    with engine(evict={"method": "adakv", "budget": 0.25, "every": 32}) as started:
+    with engine(extra={"evict": {"method": "adakv", "budget": 0.25, "every": 32}}) as started:
         requests = [(prompt, ORDINARY), (text(6, 400), ORDINARY), (prompt, other)]
         default = Asked("adakv", 0.25, 32)
         expected = [
@@ -87,7 +103,7 @@ def test_what_is_evicted_by_default():
     "evict", [{"method": "kvzip", "budget": 0.3}, {"method": "snapkv"}, {"budget": 0.3}], ids=str
 )
 def test_an_engine_with_a_wrong_default_does_not_start(evict):
-    with pytest.raises((RuntimeError, ValueError)), engine(evict=evict):
+    with pytest.raises((RuntimeError, ValueError)), engine(extra={"evict": evict}):
         pytest.fail("it has started")
 
 

@@ -25,7 +25,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 # Parameters that apply with --engine vllm.
 OF_VLLM = (
     "model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules", "method",
-    "budget", "every", "level", "contexts", "parts",
+    "budget", "every", "level", "contexts", "parts", "untested_gpu",
 )  # fmt: skip
 
 
@@ -148,6 +148,14 @@ def command(
             show_default="once, when the prompt has been read",
         ),
     ] = None,
+    untested_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--untested-gpu",
+            help="With vLLM on a GPU: heads have pages of their own there, too, with "
+            "FlashAttention. Tested with models of its kernels only.",
+        ),
+    ] = False,
     parts: Annotated[
         str | None,
         typer.Option(hidden=True, help="Until 0.2: refused, with what replaces it."),
@@ -193,10 +201,11 @@ def command(
             every=every,
             level=level,
             contexts=contexts,
+            untested_gpu=untested_gpu,
         )
         return
-    if vllm or level is not None or every is not None:
-        raise KvfoldError("--vllm, --level and --every are for --engine vllm")
+    if vllm or level is not None or every is not None or untested_gpu:
+        raise KvfoldError("--vllm, --level, --every and --untested-gpu are for --engine vllm")
     out = console()
     with out.status("importing torch and transformers"):
         try:

@@ -40,12 +40,14 @@ def serve(
     every: int | None = None,
     level: Rule | None = None,
     contexts: int = 1000,
+    untested_gpu: bool = False,
 ) -> None:
     """Serves the context files of `folder` with vLLM; `arguments` are for vLLM's command line.
 
     `body` bounds requests, in bytes. With a `method`, prompts are evicted from to `budget` inside
     vLLM, again after each `every` generated tokens. Texts of requests are compressed so on arrival,
-    levelled by the rule `level`, and `contexts` of them kept. Raises KvfoldError without a folder
+    levelled by the rule `level`, and `contexts` of them kept. `untested_gpu` lets heads have pages
+    of their own on a GPU. Raises KvfoldError without a folder
     and a method that evicts inside vLLM, for a missing package, another version of vLLM, a method
     whose texts vLLM cannot hold or an unsupported model, and if vLLM ends.
     """
@@ -56,11 +58,13 @@ def serve(
     with out.status("importing torch and transformers"):
         from kvfold.methods.base import parse
         from kvfold.serve.process import listening
-        from kvfold.serve.vllm.arguments import paged_of
+        from kvfold.serve.vllm.arguments import on_untested_gpu, paged_of
         from kvfold.serve.vllm.launch import VllmOptions
         from kvfold.serve.vllm.launch import serve as run
         from kvfold.serve.vllm.methods import evicting
     words = shlex.split(arguments)
+    if untested_gpu:
+        words = on_untested_gpu(words)
     paged, options, evicts = paged_of(words), None, None
     if method is not None:
         limit = budget or (BUDGET if parse(method).takes_budget else None)

@@ -51,11 +51,12 @@ def test_options_that_mean_something_with_vllm_are_taken(tmp_path, monkeypatch):
     assert given == {
         "host": "::1", "port": 0, "api_key": "k", "folder": tmp_path, "body": 2**20,
         "arguments": "--x 1", "method": None, "budget": None, "every": None, "level": None,
-        "contexts": 1000,
+        "contexts": 1000, "untested_gpu": False,
     }  # fmt: skip
     more = ("--method", "kvzip", "--budget", "0.3", "--contexts", "9", "--level", "votes")
-    assert kvfold_command(*vllm, *more).exit_code == 0
+    assert kvfold_command(*vllm, *more, "--untested-gpu").exit_code == 0
     wanted = {"method": "kvzip", "budget": "0.3", "contexts": 9, "level": "votes"}
+    wanted |= {"untested_gpu": True}
     assert given.items() >= wanted.items()
 
 

@@ -74,7 +74,7 @@ class RandomRow:
         self.seen += count
 
     def blocks(self, block: int) -> int:
-        """Blocks that hold the pages of the largest layer, without the last, unfilled block."""
+        """Blocks that hold the pages of all layers, without the last, unfilled block."""
         rest = self.seen % block
-        pages = [sum((len(head) - rest) // block for head in layer) for layer in self.tokens]
-        return max(-(-count // len(self.tokens[0])) for count in pages)
+        pages = sum((len(head) - rest) // block for layer in self.tokens for head in layer)
+        return -(-pages // (len(self.tokens) * len(self.tokens[0])))

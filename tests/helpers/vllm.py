@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,11 +121,12 @@ class Layer:
     Of a block's rows of a head, D numbers each, the first half are keys and the others values.
     """
 
-    def __init__(self, heads: int, size: int = 8, blocks: int = 16) -> None:
+    def __init__(self, heads: int, kv_cache: Tensor) -> None:
+        size = kv_cache.shape[-1] // 2
         self.impl = SimpleNamespace(
             num_kv_heads=heads, head_size=size, do_kv_cache_update=self._update
         )
-        self.kv_cache = torch.full((blocks, heads, BLOCK, 2 * size), torch.nan)
+        self.kv_cache = kv_cache
 
     def _update(self, layer: Any, keys: Tensor, values: Tensor, pages: Any, slots: Any) -> None:
         assert keys.is_contiguous() and values.is_contiguous() and layer is self
@@ -142,9 +143,17 @@ class Layer:
         at = torch.tensor(slots)
         return [part[at // BLOCK, :, at % BLOCK].transpose(0, 1) for part in _halves(self.kv_cache)]
 
-    def read_pages(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Keys and values `[n, D]` of pages of a head: number `block·H + h`."""
-        return [part.flatten(0, 1)[numbers].flatten(0, 1) for part in _halves(self.kv_cache)]
+
+def layers_of(heads: int, layers: int = 4, size: int = 8, blocks: int = 16) -> dict[int, Layer]:
+    """Layers whose caches lie one after another in one tensor, as vLLM's."""
+    whole = torch.full((layers, blocks, heads, BLOCK, 2 * size), torch.nan)
+    return {number: Layer(heads, slab) for number, slab in enumerate(whole)}
+
+
+def read_pages(layers: Mapping[int, Layer], numbers: Sequence[int]) -> list[Tensor]:
+    """Keys and values `[n, D]` of pages of a head: number `(layer·blocks + block)·H + h`."""
+    whole = torch.stack([layers[number].kv_cache for number in range(len(layers))])
+    return [part.flatten(0, 1)[numbers].flatten(0, 1) for part in _halves(whole.flatten(0, 1))]
 
 
 def _halves(cache: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +162,7 @@ def _halves(cache: Tensor) -> tuple[Tensor, ...]:
 
 
 def load_of(served: ServedContext, blocks: list[int], start: int = 0) -> ContextLoad:
-    return ContextLoad(served.id, served.salt, start, served.kept, blocks)
+    return ContextLoad(served.id, served.salt, start, served.kept, blocks, served.pages)
 
 
 def slots_of(load: ContextLoad) -> list[int]:
@@ -164,7 +173,7 @@ def slots_of(load: ContextLoad) -> list[int]:
 
 def vllm_on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> None:
     """A vLLM that can be imported, as far as its platform."""
-    platform = SimpleNamespace(is_cpu=lambda: cpu)
+    platform = SimpleNamespace(is_cpu=lambda: cpu, is_cuda=lambda: not cpu)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
 

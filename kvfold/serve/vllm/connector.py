@@ -20,9 +20,16 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
-from kvfold.serve.vllm.evictions.copying import check_layout
-from kvfold.serve.vllm.evictions.schedule import EvictionDone, EvictionSchedule
+from kvfold.serve.vllm.evictions.metrics import EvictionMetrics, EvictionStats
+from kvfold.serve.vllm.evictions.schedule import (
+    EvictionCounts,
+    EvictionDone,
+    EvictionSchedule,
+    table_of,
+)
 from kvfold.serve.vllm.export import Paged
+from kvfold.serve.vllm.head_pages.contents import check_contents
+from kvfold.serve.vllm.head_pages.layout import Slabs
 from kvfold.serve.vllm.head_pages.plugin import check_attention, has_head_pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import CompatibilityCheck, ServedFolder
@@ -97,9 +104,19 @@ class KvfoldConnector(KVConnectorBase_V1):
             self.worker_side = WorkerSide(
                 served_folder, meta_model, model.dtype, block, rank, ranks
             )
-            self._reads_back = paged is not None and ranks == 1
+            self._paged = paged
         self._failed: set[int] = set()
         self._refused: set[str] = set()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Pages of single heads, and layers one after another, where vLLM has these pages."""
+        return "LBHNC" if has_head_pages(vllm_config) else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: a graph of a whole step would not ask where pages of single heads lie."""
+        return True
 
     # --- in the scheduler ------------------------------------------------------------------------
 
@@ -130,7 +147,7 @@ class KvfoldConnector(KVConnectorBase_V1):
         """The work of this step, for the workers."""
         scheduled = scheduler_output.num_scheduled_tokens
         preempted = scheduler_output.preempted_req_ids or set()
-        step = self.scheduler_side.take(scheduled, preempted, self._blocks_of)
+        step = self.scheduler_side.take(scheduled, preempted, self._block_of)
         return KvfoldConnectorMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -139,10 +156,25 @@ class KvfoldConnector(KVConnectorBase_V1):
         if copied is not None:
             self.scheduler_side.evicting.copied(copied.done)
 
-    def _blocks_of(self, request: str) -> list[int]:
-        """vLLM's blocks of a request."""
-        blocks: list[int] = self._kv_cache_manager.get_block_ids(request)[0]
-        return blocks
+    def _block_of(self, request: str, number: int) -> int:
+        return int(table_of(self._kv_cache_manager, request)[number].block_id)
+
+    def get_kv_connector_stats(self) -> EvictionStats | None:
+        """What has been evicted since the last call; None in a worker."""
+        evicting = None if self.scheduler_side is None else self.scheduler_side.evicting
+        return None if evicting is None else EvictionStats.of(evicting.take_counts())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EvictionStats:
+        """Counts that were sent from the scheduler."""
+        return EvictionStats.of(EvictionCounts(**(data or {})))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], values: dict[int, Any]
+    ) -> EvictionMetrics:
+        """Counters at vLLM's /metrics."""
+        return EvictionMetrics(vllm_config, metric_types, labelnames, values)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -165,8 +197,9 @@ class KvfoldConnector(KVConnectorBase_V1):
         own = {layer.kv_cache.data_ptr() for layer in self._layers.values()}
         if own != {cache.data_ptr() for cache in kv_caches.values()}:
             raise KvfoldError("vLLM has one connector in a process: end the other vLLM first")
-        if self._reads_back:
-            check_layout(self._layers[0], self.worker_side.block)
+        if self._paged is not None:
+            Slabs.of([self._layers[number].kv_cache for number in sorted(self._layers)])
+            check_contents(self._layers[0], self._paged.block)
 
     def build_connector_worker_meta(self) -> Copied | None:
         """What the evictions of this step have kept."""

@@ -26,6 +26,7 @@ class ContextLoad:
     """Loading of a context, from position `start` of `count` on, into vLLM's cache.
 
     `blocks` are those of all its positions. `salt` is of the file's version that was scheduled.
+    `pages` are those of single heads, all ranks'; None: all heads have the same positions.
     """
 
     context: str
@@ -33,6 +34,7 @@ class ContextLoad:
     start: int
     count: int
     blocks: list[int]
+    pages: HeadPages | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ class SchedulerSide:
         own = list(blocks[0][: -(-served.kept // self.block)])
         if count:
             start = served.kept - count
-            self._step.loads.append(ContextLoad(served.id, served.salt, start, served.kept, own))
+            self._step.loads.append(
+                ContextLoad(served.id, served.salt, start, served.kept, own, served.pages)
+            )
         if served.pages is not None:
             self._running[name] = request
             whole = served.kept // self.block
@@ -142,12 +146,12 @@ class SchedulerSide:
         self,
         scheduled: Mapping[str, int],
         preempted: set[str],
-        blocks_of: Callable[[str], Sequence[int]],
+        block_of: Callable[[str, int], int],
     ) -> EngineStep:
         """The work of this step; the next one starts empty.
 
         `scheduled` are the tokens of each request in this step, `preempted` those that have lost
-        their blocks; `blocks_of` gives a request's blocks.
+        their blocks; `block_of` gives a request's block, by its number.
         """
         step, self._step = self._step, EngineStep()
         running = self._running
@@ -158,7 +162,7 @@ class SchedulerSide:
             running = running | self.evicting.requests
         for name in running.keys() & scheduled.keys():
             last = running[name].num_computed_tokens + scheduled[name] - 1
-            step.writing[blocks_of(name)[last // self.block]] = name
+            step.writing[block_of(name, last // self.block)] = name
         return step
 
     def forget(self, request: Any) -> dict[str, Any] | None:

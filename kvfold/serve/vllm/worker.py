@@ -17,8 +17,14 @@ from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.evictions.copying import EvictedRow
 from kvfold.serve.vllm.evictions.schedule import EvictionDone
 from kvfold.serve.vllm.export import LayerPages, pages
-from kvfold.serve.vllm.head_pages.layout import RUNNING, HeadPages, Layout, of_heads, share
-from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryTail
+from kvfold.serve.vllm.head_pages.layout import (
+    RUNNING,
+    Layout,
+    Slabs,
+    all_pages,
+    share,
+)
+from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryRing, QueryTail
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedFolder, salt
 from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep
@@ -52,6 +58,7 @@ class WorkerSide:
         self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
         self._layouts: dict[str, Layout] = {}
         self._rows: dict[str, EvictedRow] = {}
+        self._ring = QueryRing(meta_model.layers)
         self._readers: dict[str, QueryTail] = {}
         self.done: dict[str, EvictionDone] = {}  # since vLLM was told last
 
@@ -61,15 +68,16 @@ class WorkerSide:
         Blocks of requests from which nothing could be evicted are returned.
         """
         for name in step.gone:
-            for of in (self._layouts, self._rows, self._readers):
-                of.pop(name, None)
+            self._layouts.pop(name, None)
+            self._rows.pop(name, None)
+            self._unwatch(name)
         for name, own in step.laid.items():
             pages = own.pages.of_rank(self.rank, self.size)
-            self._layouts[name] = Layout.of(pages, own.blocks, own.replaced)
+            self._layouts[name] = Layout.of(pages, own.blocks, own.replaced, _slabs(layers))
         failed = {name for name in step.evictions if not self._evict(name, step, layers)}
         for name, count in step.watched.items():
             if count and name not in self._readers:
-                self._readers[name] = QueryTail(len(layers), count)
+                self._readers[name] = self._ring.take(count)
         _name_blocks(RUNNING, self._layouts, step.writing)
         _name_blocks(WATCHED, self._readers, step.writing)
         return [block for block, name in step.writing.items() if name in failed]
@@ -87,12 +95,17 @@ class WorkerSide:
             logger.error("request %s could not be compressed: %s", name, problem)
             return False
         if order.eviction.every is None:
-            self._readers.pop(name, None)
+            self._unwatch(name)
         if changed and row.layout is not None:
             self._layouts[name] = row.layout
             layout = row.layout
             self.done[name] = EvictionDone(order.admission, layout.replaced, layout.blocks)
         return True
+
+    def _unwatch(self, name: str) -> None:
+        reader = self._readers.pop(name, None)
+        if reader is not None:
+            self._ring.give_back(reader)
 
     def fill(self, layers: Mapping[int, Any], load: ContextLoad) -> None:
         """Writes the entries of `load` into vLLM's attention `layers`, by layer index.
@@ -101,10 +114,15 @@ class WorkerSide:
         KvfoldError if vLLM's layers or heads differ from the file's.
         """
         started = time.perf_counter()
+        layout = None
+        if load.pages is not None:
+            own = load.pages.of_rank(self.rank, self.size)
+            layout = Layout.of(own, load.blocks, 0, _slabs(layers))
         for page in self._pages(load):
             if page.layer not in layers:
                 raise KvfoldError(f"vLLM has no attention layer {page.layer}")
-            _write(layers[page.layer], page, self._slots(page, load), self.dtype)
+            slots = self._slots(page, load, layout)
+            _write(layers[page.layer], page, slots, self.dtype)
         logger.info(
             "loaded %d of %d positions of %s in %.3f s",
             load.count - load.start,
@@ -113,11 +131,12 @@ class WorkerSide:
             time.perf_counter() - started,
         )
 
-    def _slots(self, page: LayerPages, load: ContextLoad) -> Tensor:
-        """vLLM's slots of a layer's last entries, int64: those from position `load.start` on."""
+    def _slots(self, page: LayerPages, load: ContextLoad, layout: Layout | None) -> Tensor:
+        """vLLM's slots of a layer's last entries, int64: those that are not in its blocks yet."""
         if page.of_heads is not None:
-            layout = Layout.of(HeadPages((page.of_heads,)), load.blocks, 0)
-            return layout.slots(0, self.block)[load.start * len(page.of_heads) :]
+            assert layout is not None
+            there = load.start // self.block * layout.counts.numel()
+            return layout.slots(page.layer, self.block, there)
         blocks, first = torch.tensor(load.blocks), max(load.start, load.count - len(page.keys))
         places = torch.arange(first, load.count)
         return blocks[places // self.block] * self.block + places % self.block
@@ -148,6 +167,10 @@ class WorkerSide:
             self._tails.popitem(last=False)
 
 
+def _slabs(layers: Mapping[int, Any]) -> Slabs:
+    return Slabs.of([layers[number].kv_cache for number in range(len(layers))])
+
+
 def _name_blocks(named: dict[int, Of], of: Mapping[str, Of], writing: Mapping[int, str]) -> None:
     """Makes `named` what requests have, by the blocks that they are `writing` into."""
     named.clear()
@@ -176,5 +199,5 @@ def _write(layer: Any, page: LayerPages, slots: Tensor, dtype: torch.dtype) -> N
         )
     first, at = len(page.keys) - len(slots), layer.kv_cache.device
     keys, values = (part[first:].to(at, dtype).contiguous() for part in (page.keys, page.values))
-    cache = layer.kv_cache if page.of_heads is None else of_heads(layer.kv_cache)
+    cache = layer.kv_cache if page.of_heads is None else all_pages(layer.kv_cache)
     layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(at))

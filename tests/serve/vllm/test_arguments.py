@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.serve.vllm.arguments import paged_of
+from kvfold.serve.vllm.arguments import on_untested_gpu, paged_of
 from kvfold.serve.vllm.export import Paged
+from kvfold.serve.vllm.head_pages.plugin import UNTESTED_GPU
 from tests.helpers.vllm import vllm_on
 
 
@@ -33,9 +34,24 @@ def test_pages_are_those_of_the_arguments(monkeypatch, arguments, expected) -> N
     assert paged_of(arguments.split()) == expected
 
 
-def test_off_a_cpu_there_are_no_pages_of_single_heads(monkeypatch) -> None:
+def test_on_a_gpu_there_are_pages_of_single_heads_where_they_are_asked_for(monkeypatch) -> None:
     vllm_on(monkeypatch, cpu=False)
-    assert paged_of(["--block-size", "64"]) is None
+    monkeypatch.delenv(UNTESTED_GPU, raising=False)
+    words, flash = ["--block-size", "64"], ["--attention-backend", "FLASH_ATTN"]
+    assert paged_of(words) is None and paged_of([*words, *flash]) is None
+    monkeypatch.setenv(UNTESTED_GPU, "")  # so that it is put back
+    assert on_untested_gpu(words) == [*words, *flash]
+    assert paged_of([*words, *flash]) == Paged(64, 1) and paged_of(words) is None
+    assert paged_of([*words, "--attention-backend=FLASHINFER"]) is None
+    with pytest.raises(KvfoldError, match="goes with --attention-backend FLASH_ATTN, not FLASHI"):
+        on_untested_gpu(["--attention_backend=FLASHINFER"])
+
+
+def test_an_untested_gpu_is_no_cpu(monkeypatch) -> None:
+    vllm_on(monkeypatch, cpu=True)
+    monkeypatch.setenv(UNTESTED_GPU, "")
+    with pytest.raises(KvfoldError, match="--untested-gpu is for a vLLM on an NVIDIA GPU"):
+        on_untested_gpu([])
 
 
 @pytest.mark.parametrize(

@@ -206,12 +206,12 @@ def test_equal_counts_are_served_as_they_are_with_and_without_pages(served_folde
             assert EntryCounts.of(header, paged) == EntryCounts(kept[0])
 
 
-def test_whole_pages_take_the_blocks_of_the_largest_layer(served_folder):
+def test_whole_pages_of_all_layers_take_blocks_together(served_folder):
     header = header_keeping(served_folder, 151, [7 + 16, 7 + 64], [7, 7 + 32])
     pages_of = HeadPages(((1, 4), (0, 2)))
-    # Five pages of two heads are three blocks; of one head, on its own rank, four.
-    assert EntryCounts.of(header, Paged(16)) == EntryCounts(3 * 16 + 7, pages_of, 7)
-    assert EntryCounts.of(header, Paged(16, 2)) == EntryCounts(4 * 16 + 7, pages_of, 7)
+    # Seven pages are two blocks of four; six of one head, on its own rank, three of two.
+    assert EntryCounts.of(header, Paged(16)) == EntryCounts(2 * 16 + 7, pages_of, 7)
+    assert EntryCounts.of(header, Paged(16, 2)) == EntryCounts(3 * 16 + 7, pages_of, 7)
     header = header_keeping(served_folder, 160, [16, 64])
     assert EntryCounts.of(header, Paged(16)) == EntryCounts(3 * 16, HeadPages(((1, 4),)), 0)
 

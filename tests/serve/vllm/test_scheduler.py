@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.vllm import BLOCK, WRONG, request_for
 
 
-def no_blocks(name):
+def no_blocks(name, number):
     pytest.fail(f"{name} has no pages of single heads")
 
 
@@ -112,7 +112,9 @@ def scheduled(scheduler_side, served, blocks, computed, local=0):
 def test_a_request_with_pages_is_laid_into_the_whole_blocks_of_its_context(scheduler_side, uneven):
     blocks, whole = list(range(20, 30)), uneven.kept // BLOCK
     request = scheduled(scheduler_side, uneven, blocks, uneven.kept)
-    step = scheduler_side.take({"r": 3, "other": 1}, set(), {"r": blocks}.__getitem__)
+    step = scheduler_side.take(
+        {"r": 3, "other": 1}, set(), lambda name, number: {"r": blocks}[name][number]
+    )
     own = step.laid["r"]
     assert (own.pages, own.blocks, own.replaced) == (uneven.pages, blocks[:whole], whole)
     assert step.loads[0].blocks == blocks[: whole + 1] and step.loads[0].count == uneven.kept
@@ -120,7 +122,9 @@ def test_a_request_with_pages_is_laid_into_the_whole_blocks_of_its_context(sched
     assert step.writing == {blocks[(uneven.kept + 2) // BLOCK]: "r"}
     request.num_computed_tokens = uneven.kept + 3
     for _ in range(2 * BLOCK):
-        step = scheduler_side.take({"r": 1}, set(), {"r": blocks}.__getitem__)
+        step = scheduler_side.take(
+            {"r": 1}, set(), lambda name, number: {"r": blocks}[name][number]
+        )
         assert step.writing == {blocks[request.num_computed_tokens // BLOCK]: "r"}
         assert step.laid == {} and step.loads == step.gone == []
         request.num_computed_tokens += 1
@@ -129,7 +133,7 @@ def test_a_request_with_pages_is_laid_into_the_whole_blocks_of_its_context(sched
 def test_pages_of_the_prefix_cache_are_laid_and_not_loaded(scheduler_side, uneven):
     whole = uneven.kept // BLOCK
     scheduled(scheduler_side, uneven, list(range(9)), uneven.kept, local=whole * BLOCK)
-    step = scheduler_side.take({"r": 3}, set(), lambda name: list(range(9)))
+    step = scheduler_side.take({"r": 3}, set(), lambda name, number: number)
     assert step.loads[0].start == whole * BLOCK
     assert step.laid["r"].blocks == list(range(whole))
 
@@ -141,19 +145,19 @@ def test_a_request_with_pages_that_waits_writes_nowhere(scheduler_side, uneven):
 
 def test_a_preempted_request_with_pages_is_laid_anew(scheduler_side, uneven):
     request = scheduled(scheduler_side, uneven, list(range(9)), uneven.kept)
-    scheduler_side.take({"r": 3}, set(), lambda name: list(range(9)))
+    scheduler_side.take({"r": 3}, set(), lambda name, number: number)
     assert scheduler_side.take({}, set(), no_blocks).gone == []
     blocks = list(range(30, 40))
     assert scheduler_side.matched(request, 0) == (uneven.kept, False)
     scheduler_side.allocated(request, [blocks], uneven.kept)
-    step = scheduler_side.take({"r": 5}, set(), lambda name: blocks)
+    step = scheduler_side.take({"r": 5}, set(), lambda name, number: blocks[number])
     assert step.laid["r"].blocks == blocks[: uneven.kept // BLOCK]
     assert step.writing == {blocks[(uneven.kept + 4) // BLOCK]: "r"}
 
 
 def test_a_request_with_pages_that_has_ended_is_gone_once(scheduler_side, uneven):
     request = scheduled(scheduler_side, uneven, list(range(9)), uneven.kept)
-    scheduler_side.take({"r": 3}, set(), lambda name: list(range(9)))
+    scheduler_side.take({"r": 3}, set(), lambda name, number: number)
     scheduler_side.forget(request)
     step = scheduler_side.take({"r": 1}, set(), no_blocks)
     assert step.gone == ["r"] and step.writing == {}

@@ -13,7 +13,15 @@ from kvfold.contexts.files.format import opened
 from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.head_pages.layout import RUNNING
 from kvfold.serve.vllm.scheduler import EngineStep, OwnPages
-from tests.helpers.vllm import BLOCK, Layer, filled, load_of, slots_of, worker_side_of
+from tests.helpers.vllm import (
+    BLOCK,
+    filled,
+    layers_of,
+    load_of,
+    read_pages,
+    slots_of,
+    worker_side_of,
+)
 
 
 def test_pages_hold_the_context_in_order(served_folder, meta_model):
@@ -21,7 +29,7 @@ def test_pages_hold_the_context_in_order(served_folder, meta_model):
         load_of(served_folder.get("even"), [5, 1, 3]),
         worker_side_of(served_folder, meta_model),
     )
-    layers = {i: Layer(2) for i in range(4)}
+    layers = layers_of(2)
     worker_side.fill(layers, load)
     expected = filled(served_folder.path("even"), meta_model)
     for index, layer in layers.items():
@@ -35,7 +43,7 @@ def test_ranks_hold_their_own_heads(served_folder, meta_model):
     load = load_of(served_folder.get("even"), [0, 1, 2])
     expected = filled(served_folder.path("even"), meta_model)
     for rank in range(2):
-        layers = {i: Layer(1) for i in range(4)}
+        layers = layers_of(1)
         worker_side_of(served_folder, meta_model, rank, 2).fill(layers, load)
         for index, layer in layers.items():
             keys, _ = layer.read(slots_of(load))
@@ -45,22 +53,22 @@ def test_ranks_hold_their_own_heads(served_folder, meta_model):
 def test_a_missing_slice_of_heads_is_refused(served_folder, meta_model):
     load = load_of(served_folder.get("even"), [0, 1, 2])
     # One of two ranks, which thinks that it is alone.
-    layers = {i: Layer(1) for i in range(4)}
+    layers = layers_of(1)
     with pytest.raises(KvfoldError, match=r"holds 1 heads of size 8 .* gives 2"):
         worker_side_of(served_folder, meta_model).fill(layers, load)
     with pytest.raises(KvfoldError, match=r"holds 2 heads of size 16"):
-        worker_side_of(served_folder, meta_model).fill({i: Layer(2, 16) for i in range(4)}, load)
-    other = {i: Layer(2) for i in range(4)}
+        worker_side_of(served_folder, meta_model).fill(layers_of(2, size=16), load)
+    other = layers_of(2)
     del other[0].impl.do_kv_cache_update
     with pytest.raises(KvfoldError, match="fills its pages in the attention itself"):
         worker_side_of(served_folder, meta_model).fill(other, load)
     with pytest.raises(KvfoldError, match="no attention layer 3"):
-        worker_side_of(served_folder, meta_model).fill({i: Layer(2) for i in range(3)}, load)
+        worker_side_of(served_folder, meta_model).fill(layers_of(2, 3), load)
 
 
 def test_a_broken_page_is_remembered(served_folder, meta_model, monkeypatch):
     served, worker_side = served_folder.get("even"), worker_side_of(served_folder, meta_model)
-    first, again = ({i: Layer(2) for i in range(4)} for _ in range(2))
+    first, again = layers_of(2), layers_of(2)
     worker_side.fill(first, load_of(served, [0, 1, 2]))
     monkeypatch.setattr(served_folder, "path", lambda name: pytest.fail("the file is read again"))
     load = load_of(served, [0, 1, 6], start=2 * BLOCK)
@@ -75,9 +83,7 @@ def test_a_broken_page_is_remembered(served_folder, meta_model, monkeypatch):
 def test_a_file_that_was_replaced_meanwhile_is_refused(served_folder, meta_model):
     served = dataclasses.replace(served_folder.get("even"), salt=served_folder.get("other").salt)
     with pytest.raises(ContextFileError, match="was replaced meanwhile"):
-        worker_side_of(served_folder, meta_model).fill(
-            {i: Layer(2) for i in range(4)}, load_of(served, [0, 1, 2])
-        )
+        worker_side_of(served_folder, meta_model).fill(layers_of(2), load_of(served, [0, 1, 2]))
 
 
 # --- pages of single heads -----------------------------------------------------------------------
@@ -90,13 +96,24 @@ def uneven(served_folder):
     return served_folder.get("uneven")
 
 
-def numbers_of(of_heads, blocks):
-    """Numbers of the pages of each head: page after page through the blocks, from head to head."""
-    every = [block * len(of_heads) + head for block in blocks for head in range(len(of_heads))]
+def numbers_of(of_layers, blocks, in_cache=16):
+    """Numbers of each head's pages, layer after layer: page after page through the blocks.
+
+    In a block come those of the first layer's heads, then the next one's.
+    """
+    layers, heads = len(of_layers), len(of_layers[0])
+    every = [
+        (layer * in_cache + block) * heads + head
+        for block in blocks
+        for layer in range(layers)
+        for head in range(heads)
+    ]
     found = []
-    for count in of_heads:
-        found.append(every[:count])
-        every = every[count:]
+    for counts in of_layers:
+        found.append([])
+        for count in counts:
+            found[-1].append(every[:count])
+            every = every[count:]
     return found
 
 
@@ -106,53 +123,54 @@ def exported(served_folder, meta_model, heads=slice(None)):
         return list(pages(file, meta_model, heads, served_folder.counts(file)))
 
 
-def assert_holds(layer, own, rest, blocks, kept, start=0):
-    """Each head's pages, but those before position `start`, and the last tokens of all heads."""
-    skipped, filled = start // BLOCK * len(own.of_heads), 0
-    at = 0
-    for numbers in numbers_of(own.of_heads, blocks):
-        for number in numbers:
-            rows = slice(at * BLOCK, (at + 1) * BLOCK)
-            if at >= skipped:
-                keys, values = layer.read_pages([number])
-                assert torch.equal(keys, own.keys[rows, 0])
-                assert torch.equal(values, own.values[rows, 0])
-                filled += BLOCK
-            at += 1
-    whole = kept - len(rest.keys)
-    places = range(whole, kept)
-    slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in places]
-    for part, expected in zip(layer.read(slots), (rest.keys, rest.values), strict=True):
-        assert torch.equal(part.transpose(0, 1), expected)
-    assert int(layer.written.sum()) == filled + rest.keys[:, :, 0].numel()
+def assert_holds(layers, found, blocks, kept, start=0):
+    """Each head's pages, but those in blocks before position `start`, and the last tokens."""
+    filled, rests = 0, 0
+    numbers = numbers_of([own.of_heads for own in found[::2]], blocks)
+    heads = len(numbers[0])
+    skipped = start // BLOCK * len(layers) * heads
+    before = 0
+    for own, rest in zip(found[::2], found[1::2], strict=True):
+        pages = [number for head in numbers[own.layer] for number in head]
+        left = max(0, min(len(pages), skipped - before))
+        before += len(pages)
+        read = read_pages(layers, pages[left:])
+        for part, expected in zip(read, (own.keys, own.values), strict=True):
+            assert torch.equal(part, expected[left * BLOCK :, 0])
+        filled += (len(pages) - left) * BLOCK
+        places = range(kept - len(rest.keys), kept)
+        slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in places]
+        last = layers[own.layer].read(slots)
+        for part, expected in zip(last, (rest.keys, rest.values), strict=True):
+            assert torch.equal(part.transpose(0, 1), expected)
+        rests += rest.keys[:, :, 0].numel()
+    assert sum(int(layer.written.sum()) for layer in layers.values()) == filled + rests
 
 
 @pytest.mark.parametrize("rank, size", [(0, 1), (0, 2), (1, 2)])
 def test_each_head_has_pages_of_its_own(served_folder, meta_model, uneven, rank, size):
     held = 2 // size
     heads = slice(rank * held, (rank + 1) * held)
-    layers = {i: Layer(held) for i in range(4)}
+    layers = layers_of(held)
     blocks = BLOCKS[: -(-uneven.kept // BLOCK)]
     worker_side_of(served_folder, meta_model, rank, size).fill(layers, load_of(uneven, blocks))
     found = exported(served_folder, meta_model, heads)
-    for own, rest in zip(found[::2], found[1::2], strict=True):
-        assert own.of_heads == uneven.pages.of_layers[own.layer][heads]
-        assert_holds(layers[own.layer], own, rest, blocks, uneven.kept)
+    assert [own.of_heads for own in found[::2]] == [of[heads] for of in uneven.pages.of_layers]
+    assert_holds(layers, found, blocks, uneven.kept)
     assert len({own.of_heads for own in found[::2]}) > 1
 
 
 def test_behind_a_prefix_that_is_cached_only_later_blocks_are_written(
     served_folder, meta_model, uneven
 ):
-    layers = {i: Layer(2) for i in range(4)}
+    layers = layers_of(2)
     blocks = BLOCKS[: -(-uneven.kept // BLOCK)]
     load = load_of(uneven, blocks, start=2 * BLOCK)
     worker_side_of(served_folder, meta_model).fill(layers, load)
     found = exported(served_folder, meta_model)
-    assert any(sum(own.of_heads) > 4 for own in found[::2])
-    for own, rest in zip(found[::2], found[1::2], strict=True):
-        assert_holds(layers[own.layer], own, rest, blocks, uneven.kept, start=2 * BLOCK)
-        assert not layers[own.layer].written[blocks[:2]].any()
+    assert sum(sum(own.of_heads) for own in found[::2]) > 2 * 8
+    assert_holds(layers, found, blocks, uneven.kept, start=2 * BLOCK)
+    assert not any(layer.written[blocks[:2]].any() for layer in layers.values())
 
 
 def test_the_last_tokens_are_remembered_without_the_pages(
@@ -160,10 +178,10 @@ def test_the_last_tokens_are_remembered_without_the_pages(
 ):
     worker_side = worker_side_of(served_folder, meta_model)
     blocks, whole = BLOCKS[: -(-uneven.kept // BLOCK)], uneven.kept // BLOCK * BLOCK
-    worker_side.fill({i: Layer(2) for i in range(4)}, load_of(uneven, blocks))
+    worker_side.fill(layers_of(2), load_of(uneven, blocks))
     found = exported(served_folder, meta_model)
     monkeypatch.setattr(served_folder, "path", lambda name: pytest.fail("the file is read again"))
-    layers = {i: Layer(2) for i in range(4)}
+    layers = layers_of(2)
     load = load_of(uneven, [*blocks[:-1], 15], start=whole)
     worker_side.fill(layers, load)
     for rest in found[1::2]:
@@ -176,7 +194,7 @@ def test_the_last_tokens_are_remembered_without_the_pages(
 def test_pages_of_another_number_of_heads_are_refused(served_folder, meta_model, uneven):
     load = load_of(uneven, BLOCKS)
     with pytest.raises(KvfoldError, match=r"holds 1 heads of size 8 .* gives 2"):
-        worker_side_of(served_folder, meta_model).fill({i: Layer(1) for i in range(4)}, load)
+        worker_side_of(served_folder, meta_model).fill(layers_of(1), load)
 
 
 def test_the_attention_finds_layouts_by_the_block_that_is_written(
@@ -184,17 +202,19 @@ def test_the_attention_finds_layouts_by_the_block_that_is_written(
 ):
     worker_side = worker_side_of(served_folder, meta_model)
     own = OwnPages(uneven.pages, BLOCKS[: uneven.kept // BLOCK], uneven.kept // BLOCK)
-    worker_side.lay(EngineStep(laid={"a": own, "b": own}, writing={4: "a", 6: "b"}), {})
+    layers = layers_of(2)
+    worker_side.lay(EngineStep(laid={"a": own, "b": own}, writing={4: "a", 6: "b"}), layers)
     assert set(RUNNING) == {4, 6}
     layout = RUNNING[4]
     assert layout.replaced == own.replaced and layout is not RUNNING[6]
+    numbers = numbers_of(uneven.pages.of_layers, own.blocks)
     for index, of_heads in enumerate(uneven.pages.of_layers):
         assert layout.counts[index].tolist() == list(of_heads)
-        expected = [page for head in numbers_of(of_heads, own.blocks) for page in head]
+        expected = [page for head in numbers[index] for page in head]
         assert layout.pages(index).tolist() == expected
     worker_side.lay(EngineStep(gone=["a"], writing={8: "b"}), {})
     assert set(RUNNING) == {8}
-    worker_side.lay(EngineStep(gone=["b"], laid={"b": own}, writing={8: "b"}), {})
+    worker_side.lay(EngineStep(gone=["b"], laid={"b": own}, writing={8: "b"}), layers)
     assert set(RUNNING) == {8}
     worker_side.lay(EngineStep(gone=["b"]), {})
     assert RUNNING == {}
@@ -204,6 +224,6 @@ def test_a_rank_lays_the_pages_of_its_own_heads(served_folder, meta_model, uneve
     own = OwnPages(uneven.pages, BLOCKS, 0)
     for rank in range(2):
         worker_side = worker_side_of(served_folder, meta_model, rank, 2)
-        worker_side.lay(EngineStep(laid={"a": own}, writing={0: "a"}), {})
+        worker_side.lay(EngineStep(laid={"a": own}, writing={0: "a"}), layers_of(1))
         assert RUNNING[0].counts[:, 0].tolist() == [of[rank] for of in uneven.pages.of_layers]
         worker_side.lay(EngineStep(gone=["a"]), {})

@@ -21,7 +21,10 @@ from kvfold.serve.vllm.export import Paged
 # Key of vLLM's `kv_transfer_params`: {"method": "snapkv", "budget": 0.25, "every": 128}
 EVICT = "kvfold"
 NAMES = {"method", "budget", "every"}
-UNABLE = "vLLM evicts on a CPU, on one rank, with entries of the model's own dtype"
+UNABLE = (
+    "vLLM evicts on a CPU, or on a GPU with --untested-gpu, on one rank, with entries of the "
+    "model's own dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -115,37 +118,34 @@ class AskedEviction:
     def blocks(self, tokens: int, shape: Shape) -> int:
         """Blocks that hold what is kept of a prompt, at most; 0 where nothing ever leaves.
 
-        Of a method that finds its sizes from the prompt, as many as the prompt's. Nothing leaves a
-        prompt of which the part to keep fills less than a page in some layer. Raises BudgetError
-        for a budget in tokens or bytes that does.
+        Of a method without a budget, as many as the prompt's. Nothing leaves a prompt of which the
+        part to keep fills less than a page in some layer. Raises BudgetError for a budget in tokens
+        or bytes that does.
         """
         whole, stages = tokens // shape.block, self.policy.method.stages()
         if self.budget is None:
             return whole
-        total = self.budget.per_layer(tokens, shape.entry_bytes, shape.layers, shape.heads, 1)
-        fits = total >= tokens * shape.layers
+        layers, heads, least = shape.layers, shape.heads, stages.forced.least
+        total = self.budget.per_layer(tokens, shape.entry_bytes, layers, heads, 1)
+        fits = total >= tokens * layers
         if fits and self.every is None:
             return 0
         # The answer fills what a prompt leaves of a budget.
-        seen = max(tokens, total // shape.layers) if self.every else tokens
-        together = isinstance(stages.allocate, Across | Measured)
-        sizes = [total // shape.layers] if together else self._sizes(total, seen, shape.layers)
-        if not fits and max(min(sizes), stages.forced.least) * shape.heads < shape.block:
+        seen = max(tokens, total // layers) if self.every else tokens
+        # Entries per head, and layers that share them.
+        sizes = [(total, layers)]
+        if not isinstance(stages.allocate, Across):
+            schedule: Any = stages.allocate
+            sizes = [(size, 1) for size in schedule(total, seen, layers)]
+        if not fits and max(min(size // of for size, of in sizes), least) * heads < shape.block:
             return self._too_little(shape)
-        if together:
-            if self.every is None:
-                return whole
-            return -(-(seen + self.every if fits else seen) // shape.block)
-        most = max(*sizes, stages.forced.least)
-        pages = max(1, most * shape.heads // shape.block)
-        of_heads = -(-stages.forced.least // shape.block)
-        most = max(-(-pages // shape.heads), of_heads)
+        of_heads = -(-least // shape.block)
+        pages = sum(
+            max(of, of * heads * of_heads, max(size, of * least) * heads // shape.block)
+            for size, of in sizes
+        )
+        most = -(-pages // (layers * heads))
         return min(whole, most) if self.every is None else most
-
-    def _sizes(self, total: int, seen: int, layers: int) -> list[int]:
-        """Entries per head of each layer, by a method's schedule."""
-        schedule: Any = self.policy.method.stages().allocate
-        return list(schedule(total, seen, layers))
 
     def _too_little(self, shape: Shape) -> int:
         assert self.budget is not None

@@ -14,7 +14,7 @@ from kvfold.policies import Prefill, Rope
 from kvfold.policies.row_policy import RowPolicy, StoredRow
 from kvfold.serve.vllm.evictions.asked import AskedEviction
 from kvfold.serve.vllm.evictions.schedule import EvictionOrder
-from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, of_heads
+from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, Slabs, all_pages
 from kvfold.serve.vllm.head_pages.queries import QueryTail
 
 
@@ -28,6 +28,7 @@ class EvictedRow:
         self, eviction: AskedEviction, layers: Mapping[int, Any], rope: Rope | None, block: int
     ) -> None:
         self.layers, self.rope, self.block = layers, rope, block
+        self._slabs = Slabs.of([layers[number].kv_cache for number in range(len(layers))])
         self.layout: Layout | None = None
         self._policy = RowPolicy(eviction.policy, eviction.budget)
         self._tokens: list[list[Tensor]] = []  # of each layer and head, in its own pages
@@ -49,7 +50,7 @@ class EvictedRow:
         pages = HeadPages.of([[len(head) for head in layer] for layer in own], self.block)
         if pages is None or pages.blocks() > len(order.targets):
             raise KvfoldError("more is kept than the blocks that were asked for hold")
-        self.layout = Layout.of(pages, order.targets, order.tokens // self.block)
+        self.layout = Layout.of(pages, order.targets, order.tokens // self.block, self._slabs)
         self._tokens = [
             [tokens[at] for tokens, at in zip(*of_layer, strict=True)]
             for of_layer in zip(stored.tokens, own, strict=True)
@@ -57,6 +58,11 @@ class EvictedRow:
         for number, at in enumerate(own):
             self._write(number, stored.keys[number], stored.values[number], at)
         return True
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.layers[0].kv_cache.device
+        return device
 
     @property
     def _replaced(self) -> int:
@@ -72,7 +78,7 @@ class EvictedRow:
                 [torch.stack(list(values)) for values in stored.values],
                 stored.queries,
                 self.rope,
-                None if order.ids is None else torch.tensor(order.ids),
+                None if order.ids is None else torch.tensor(order.ids, device=self._device),
                 scale=self.layers[0].impl.scale,
                 softcap=self.layers[0].impl.logits_soft_cap or None,
             )
@@ -83,11 +89,11 @@ class EvictedRow:
     def _stored(self, after: list[int], seen: int, queries: QueryTail | None) -> StoredRow:
         """The request's entries: those in its own pages, then those in vLLM's blocks `after`."""
         first = self._replaced * self.block
-        new = torch.arange(first, seen)
+        new = torch.arange(first, seen, device=self._device)
         keys, values, tokens = [], [], []
         for number in range(len(self.layers)):
-            cache = self.layers[number].kv_cache
-            new_keys, new_values = (rows[:, : len(new)] for rows in read_blocks(cache, after))
+            cache, read = self.layers[number].kv_cache, self.layers[number].impl.read_blocks
+            new_keys, new_values = (rows[:, : len(new)] for rows in read(cache, after))
             if self.layout is None:
                 keys.append(list(new_keys))
                 values.append(list(new_values))
@@ -95,12 +101,12 @@ class EvictedRow:
                 continue
             counts = [len(of_head) for of_head in self._tokens[number]]
             numbers = self.layout.pages(number).tolist()
-            own = [rows[0].split(counts) for rows in read_blocks(of_heads(cache), numbers)]
+            own = [rows[0].split(counts) for rows in read(all_pages(cache), numbers)]
             keys.append([torch.cat(pair) for pair in zip(own[0], new_keys, strict=True)])
             values.append([torch.cat(pair) for pair in zip(own[1], new_values, strict=True)])
             tokens.append([torch.cat([of_head, new]) for of_head in self._tokens[number]])
-        read = None if queries is None else queries.stacked()
-        return StoredRow(keys, values, tokens, seen, read)
+        last = None if queries is None else queries.stacked(seen)
+        return StoredRow(keys, values, tokens, seen, last)
 
     def _write(
         self, number: int, keys: Sequence[Tensor], values: Sequence[Tensor], at: list[Tensor]
@@ -112,38 +118,5 @@ class EvictedRow:
             torch.cat([rows[own] for rows, own in zip(heads, at, strict=True)])[:, None]
             for heads in (keys, values)
         ]
-        layer.impl.do_kv_cache_update(layer, *chosen, of_heads(layer.kv_cache), slots)
-
-
-def read_blocks(kv_cache: Tensor, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys and values `[H, n·block, D]` in `blocks` of vLLM's CPU cache `[·, H, block, 2·D]`.
-
-    Its kernels keep the keys of a page transposed, `[D, block]`, and its values as they are.
-    """
-    _, heads, block, both = kv_cache.shape
-    size = both // 2
-    found = kv_cache[torch.tensor(blocks, dtype=torch.int64)].view(-1, heads, 2, block * size)
-    keys = found[:, :, 0].view(-1, heads, size, block).permute(1, 0, 3, 2)
-    values = found[:, :, 1].view(-1, heads, block, size).transpose(0, 1)
-    return keys.reshape(heads, -1, size), values.reshape(heads, -1, size)
-
-
-def check_layout(layer: Any, block: int) -> None:
-    """Raises KvfoldError if a layer's kernels lay keys out otherwise than `read_blocks` reads them.
-
-    Known entries are written into a copy of a block.
-    """
-    heads, size = layer.impl.num_kv_heads, layer.impl.head_size
-    cache = layer.kv_cache[:1].clone()
-    rows = torch.arange(2 * block * heads * size).view(2, block, heads, size)
-    keys, values = (rows % 251).to(cache.dtype)
-    layer.impl.do_kv_cache_update(layer, keys, values, cache, torch.arange(block))
-    read = read_blocks(cache, [0])
-    if not all(
-        torch.equal(found, wrote.transpose(0, 1))
-        for found, wrote in zip(read, (keys, values), strict=True)
-    ):
-        raise KvfoldError(
-            f"vLLM's kernels of this CPU ({layer.isa}) lay keys out in a way that kvfold does not "
-            "know"
-        )
+        slots, pages = slots.to(chosen[0].device), all_pages(layer.kv_cache)
+        layer.impl.do_kv_cache_update(layer, *chosen, pages, slots)

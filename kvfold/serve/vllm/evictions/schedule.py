@@ -40,6 +40,15 @@ class EvictionDone:
 
 
 @dataclass
+class EvictionCounts:
+    """What has happened since these were taken last."""
+
+    evictions: int = 0
+    blocks_evicted: int = 0  # that requests gave back, less those that they took
+    read_anew: int = 0  # requests, after they were preempted
+
+
+@dataclass
 class Evicting:
     """A request of which something is evicted; its targets are blocks of vLLM's pool."""
 
@@ -51,6 +60,11 @@ class Evicting:
     replaced: int = 0  # leading blocks of the request that are not read any more
     exact: int | None = None  # tokens that were read before the first eviction; None: all so far
     rounds: int = 0
+
+    @property
+    def blocks_evicted(self) -> int:
+        """Blocks that it has given back, less those that it took for what stays."""
+        return self.replaced - len(self.targets) if self.rounds else 0
 
 
 class EvictionSchedule:
@@ -68,6 +82,7 @@ class EvictionSchedule:
         self._evicting: dict[str, Evicting] = {}
         self._anew: dict[str, int] = {}  # times that a request was read anew
         self._admissions = count()
+        self._counts = EvictionCounts()
 
     def arrived(self, request: Any, *, plain: bool) -> None:
         """Notes what a new request asks; one that is not `plain`, as it has a context, nothing."""
@@ -123,6 +138,7 @@ class EvictionSchedule:
             of = self._evicting[name]
             if of.request.num_output_tokens:
                 self._anew[name] = self._anew.get(name, 0) + 1
+                self._counts.read_anew += 1
             self._shorten_hits(of.request, of.eviction, of.exact)
             self._release(name)
             found.append(name)
@@ -176,11 +192,19 @@ class EvictionSchedule:
             table, null = self._table(name), self._pool.null_block
             source = table[of.replaced : each.replaced]
             table[of.replaced : each.replaced] = [null] * len(source)
+            before = of.blocks_evicted
             of.replaced, of.rounds = each.replaced, of.rounds + 1
             self._pool.free_blocks(reversed(source))
             if of.eviction.every is None:
                 of.targets, beyond = of.targets[: each.used], of.targets[each.used :]
                 self._pool.free_blocks(beyond)
+            self._counts.evictions += 1
+            self._counts.blocks_evicted += of.blocks_evicted - before
+
+    def take_counts(self) -> EvictionCounts:
+        """What has happened since the last call."""
+        taken, self._counts = self._counts, EvictionCounts()
+        return taken
 
     def ended(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request that has ended; what its answer says of evictions, None: nothing."""
@@ -193,7 +217,7 @@ class EvictionSchedule:
             return None
         about: dict[str, Any] = {"method": asked.method, "evictions": 0, "read_anew": anew}
         if of is not None and of.rounds:
-            about |= {"evictions": of.rounds, "blocks_evicted": of.replaced - len(of.targets)}
+            about |= {"evictions": of.rounds, "blocks_evicted": of.blocks_evicted}
         return about
 
     def _release(self, name: str) -> None:
@@ -225,9 +249,13 @@ class EvictionSchedule:
         return self.manager.block_pool
 
     def _table(self, name: str) -> list[Any]:
-        """vLLM's own list of a request's blocks."""
-        table: list[Any] = self.manager.coordinator.single_type_managers[0].req_to_blocks[name]
-        return table
+        return table_of(self.manager, name)
+
+
+def table_of(manager: Any, name: str) -> list[Any]:
+    """The list of a request's blocks in vLLM's `manager`, its own."""
+    table: list[Any] = manager.coordinator.single_type_managers[0].req_to_blocks[name]
+    return table
 
 
 def _keep_apart(request: Any, block: int) -> None:

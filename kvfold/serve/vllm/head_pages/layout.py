@@ -26,9 +26,45 @@ def share(heads: int, rank: int, ranks: int) -> slice:
     raise KvfoldError(f"{heads} KV heads cannot be dealt out to {ranks} ranks")
 
 
-def of_heads(kv_cache: Tensor) -> Tensor:
-    """A layer's cache `[blocks, H, block, …]` as pages of heads, `[blocks·H, 1, block, …]`."""
-    return kv_cache.view(-1, 1, *kv_cache.shape[2:])
+@dataclass(frozen=True)
+class Slabs:
+    """vLLM's cache: one tensor of pages of single heads, a slab of `blocks · heads` each layer.
+
+    So a page of any layer holds entries of any other as well.
+    """
+
+    layers: int
+    blocks: int
+    heads: int
+
+    @classmethod
+    def of(cls, caches: Sequence[Tensor]) -> Slabs:
+        """Those of the layers' `caches [blocks, H, block, …]`; KvfoldError for others."""
+        found = cls(len(caches), *caches[0].shape[:2])
+        start, step = caches[0].data_ptr(), caches[0].nbytes
+        if not all(
+            cache.is_contiguous() and cache.data_ptr() == start + layer * step
+            for layer, cache in enumerate(caches)
+        ):
+            raise KvfoldError("vLLM keeps its layers in a way that kvfold does not know")
+        return found
+
+    def pages(self, blocks: Sequence[int]) -> Tensor:
+        """Numbers of all pages of vLLM's `blocks`, block after block, int32 `[n·L·H]`."""
+        of_layers = torch.arange(self.layers)[:, None] * self.blocks
+        rows = of_layers + torch.tensor(blocks, dtype=torch.int64)[:, None, None]  # [n, L, 1]
+        return (rows * self.heads + torch.arange(self.heads)).flatten().int()
+
+
+def all_pages(kv_cache: Tensor) -> Tensor:
+    """Pages of single heads of all layers, `[pages, 1, block, …]`.
+
+    `kv_cache [blocks, H, block, …]` is one layer's, a part of the tensor of `Slabs`.
+    """
+    page = kv_cache[0, 0].numel()
+    count = kv_cache.untyped_storage().nbytes() // (page * kv_cache.itemsize)
+    shape = kv_cache.shape[2:]
+    return kv_cache.as_strided((count, 1, *shape), (page, page, shape[1], 1), 0)
 
 
 @dataclass(frozen=True)
@@ -50,19 +86,20 @@ class HeadPages:
         return HeadPages(tuple(layer[heads] for layer in self.of_layers))
 
     def blocks(self, ranks: int = 1) -> int:
-        """Blocks of vLLM, the same in all layers and ranks: those of the largest layer."""
-        of_ranks = [self.of_rank(rank, ranks) for rank in range(ranks)]
-        return max(-(-sum(layer) // len(layer)) for own in of_ranks for layer in own.of_layers)
+        """Blocks of vLLM that hold them, the same on all ranks: those of the largest share."""
+        of_ranks = [self.of_rank(rank, ranks).of_layers for rank in range(ranks)]
+        in_block = len(of_ranks[0]) * len(of_ranks[0][0])
+        return max(-(-sum(map(sum, own)) // in_block) for own in of_ranks)
 
 
 @dataclass(frozen=True, eq=False)  # a request's own, known by its identity
 class Layout:
     """Where a request's own pages lie, and what they stand in for.
 
-    The pages of a layer's heads follow one another in `numbers`, the same for all layers.
+    The pages of all heads, layer after layer, follow one another in `numbers`.
 
     Args:
-        numbers: pages of single heads, int32 `[n·H]`: number `block·H + h` in vLLM's cache.
+        numbers: pages of single heads in vLLM's cache, by `Slabs`, int32 `[n·L·H]`.
         firsts, counts: index of each head's first page in `numbers`, and how many it has, int32
             `[L, H]`.
         replaced: leading blocks of the request, in vLLM's table, that are not read.
@@ -74,26 +111,26 @@ class Layout:
     replaced: int
 
     @classmethod
-    def of(cls, pages: HeadPages, blocks: Sequence[int], replaced: int) -> Layout:
+    def of(cls, pages: HeadPages, blocks: Sequence[int], replaced: int, slabs: Slabs) -> Layout:
         """The layout of `pages`, of one rank, in vLLM's `blocks`."""
         counts = torch.tensor(pages.of_layers, dtype=torch.int32)
-        heads = counts.shape[1]
-        numbers = torch.tensor(blocks, dtype=torch.int32)[:, None] * heads + torch.arange(heads)
-        firsts = counts.cumsum(1, dtype=torch.int32) - counts
-        return cls(numbers.flatten().int(), firsts, counts, replaced)
+        ends = counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts)
+        return cls(slabs.pages(blocks), ends - counts, counts, replaced)
 
     @property
     def blocks(self) -> int:
-        """Blocks that hold the pages of the largest layer."""
-        return -(-int(self.counts.sum(1).max()) // self.counts.shape[1])
+        """Blocks that hold all pages."""
+        return -(-int(self.counts.sum()) // self.counts.numel())
 
-    def pages(self, layer: int) -> Tensor:
-        """Numbers of a layer's pages, head after head, int32."""
-        return self.numbers[: int(self.counts[layer].sum())]
+    def pages(self, layer: int, first: int = 0) -> Tensor:
+        """Numbers of a layer's pages, head after head, int32, without the `first` of all layers."""
+        start = int(self.firsts[layer, 0])
+        return self.numbers[max(start, first) : start + int(self.counts[layer].sum())]
 
-    def slots(self, layer: int, block: int) -> Tensor:
-        """Slots of all entries of a layer's pages, head after head, int64."""
-        return (self.pages(layer).long()[:, None] * block + torch.arange(block)).flatten()
+    def slots(self, layer: int, block: int, first: int = 0) -> Tensor:
+        """Slots of all entries of `pages`, in pages of `block` entries, int64."""
+        pages = self.pages(layer, first).long()
+        return (pages[:, None] * block + torch.arange(block)).flatten()
 
 
 # Layouts of the running step, by the block that their request writes into: no other request writes

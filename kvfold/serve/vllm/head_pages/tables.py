@@ -8,21 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvfold.serve.vllm.head_pages.layout import Layout
+from kvfold.serve.vllm.head_pages.layout import Layout, Slabs
 
 ROUNDED = 16  # columns of a table are a multiple, so that most blocks are added without a new one
 
 
 class PageTables:
-    """Tables of R requests, each with H heads, in `layers`; kept until a request gets a block.
+    """Tables of R requests, each with H heads, in L layers; kept until a request gets a block.
 
     `table [L, R·H, W]`, int32, holds numbers of pages of single heads, request after request;
     `added [L, R·H]`, int32, is what a head attends to beyond its request's length in vLLM, mostly
     negative. `alike [L]`: the first layer with the same numbers of entries.
     """
 
-    def __init__(self, layers: int, heads: int, block: int) -> None:
-        self.layers, self.heads, self.block = layers, heads, block
+    def __init__(self, slabs: Slabs, block: int) -> None:
+        layers = slabs.layers
+        self.slabs, self.block = slabs, block
         self.table = torch.zeros(layers, 0, 0, dtype=torch.int32)
         self.added = torch.zeros(layers, 0, dtype=torch.int32)
         self.alike = list(range(layers))
@@ -61,7 +62,7 @@ class PageTables:
 
     def _count(self) -> None:
         """Sets the numbers of own pages, and of entries that they add."""
-        none = torch.zeros(self.layers, self.heads, dtype=torch.int32)
+        none = torch.zeros(self.slabs.layers, self.slabs.heads, dtype=torch.int32)
         counts = [none if own is None else own.counts for own in self._layouts]
         self._counts = torch.stack(counts, 1)  # [L, R, H]
         self._replaced = torch.tensor([own.replaced if own else 0 for own in self._layouts])
@@ -74,7 +75,7 @@ class PageTables:
 
     def _fill(self, rows: Tensor) -> None:
         """Writes the tables of requests `rows`."""
-        heads, blocks = self.heads, self._blocks[rows].long()
+        slabs, blocks = self.slabs, self._blocks[rows].long()
         counts, replaced = self._counts[:, rows].long(), self._replaced[rows]
         width = int((counts.amax((0, 2)) + self._used[rows] - replaced).max())
         self._widen(width)
@@ -92,18 +93,19 @@ class PageTables:
         of_blocks = (place - counts[..., None] + replaced[:, None, None]).clamp(
             0, blocks.shape[1] - 1
         )
-        tail = blocks[torch.arange(len(own))[:, None, None], of_blocks] * heads
-        tail += torch.arange(heads)[:, None]
+        tail = blocks[torch.arange(len(own))[:, None, None], of_blocks]  # [L, r, H, W]
+        tail += (torch.arange(slabs.layers) * slabs.blocks)[:, None, None, None]
+        tail = tail * slabs.heads + torch.arange(slabs.heads)[:, None]
         filled = torch.where(place < counts[..., None], found, tail).int()
-        self.table.unflatten(1, (-1, heads))[:, rows] = filled
+        self.table.unflatten(1, (-1, slabs.heads))[:, rows] = filled
 
     def _widen(self, width: int) -> None:
         """Makes room for so many columns, and for all requests."""
-        rows = len(self._layouts) * self.heads
+        rows = len(self._layouts) * self.slabs.heads
         if self.table.shape[1] == rows and self.table.shape[2] >= width:
             return
         columns = -(-max(width, self.table.shape[2]) // ROUNDED) * ROUNDED
-        table = torch.zeros(self.layers, rows, columns, dtype=torch.int32)
+        table = torch.zeros(self.slabs.layers, rows, columns, dtype=torch.int32)
         if self.table.shape[1] == rows:
             table[:, :, : self.table.shape[2]] = self.table
         self.table = table

@@ -7,7 +7,7 @@ import pytest
 
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
-from kvfold.serve.vllm.evictions.schedule import EvictionDone, EvictionSchedule
+from kvfold.serve.vllm.evictions.schedule import EvictionCounts, EvictionDone, EvictionSchedule
 from tests.helpers.vllm_pool import FakeRequest, Manager, request_of
 
 BLOCK = 16
@@ -155,6 +155,8 @@ def test_what_was_copied_is_freed_and_no_more():
         "blocks_evicted": 4,
     }
     assert free(schedule) == 40
+    assert schedule.take_counts() == EvictionCounts(evictions=1, blocks_evicted=4)
+    assert schedule.take_counts() == EvictionCounts()
 
 
 def test_rounds_keep_their_targets_and_come_in_time():

@@ -7,21 +7,27 @@ import pytest
 import torch
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, share
+from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, Slabs, share
 from kvfold.serve.vllm.head_pages.tables import PageTables, by_head
 
-LAYERS, HEADS, BLOCK = 3, 2, 4
+LAYERS, HEADS, BLOCK, BLOCKS = 3, 2, 4, 5000
+SLABS = Slabs(LAYERS, BLOCKS, HEADS)
 
 
 def pages_one_by_one(layout, layer, head, blocks, used):
     """Numbers of the pages that a head reads: its own, then those of vLLM's blocks."""
     own, skipped = [], 0
     if layout is not None:
-        before = sum(layout.pages_of[layer][:head])
-        for place in range(before, before + layout.pages_of[layer][head]):
-            own.append(layout.blocks[place // HEADS] * HEADS + place % HEADS)
+        there = [
+            (of * BLOCKS + block) * HEADS + place
+            for block in layout.blocks
+            for of in range(LAYERS)
+            for place in range(HEADS)
+        ]
+        before = sum(map(sum, layout.pages_of[:layer])) + sum(layout.pages_of[layer][:head])
+        own = there[before : before + layout.pages_of[layer][head]]
         skipped = layout.replaced
-    return own + [block * HEADS + head for block in blocks[skipped:used]]
+    return own + [(layer * BLOCKS + block) * HEADS + head for block in blocks[skipped:used]]
 
 
 class Asked:
@@ -38,7 +44,7 @@ class Asked:
             self.length += self.replaced * BLOCK
             self.told = self
             own_blocks = list(range(first + 20, first + 20 + max(1, pages.blocks())))
-            self.layout = Layout.of(pages, own_blocks, self.replaced)
+            self.layout = Layout.of(pages, own_blocks, self.replaced, SLABS)
             self.own_blocks = own_blocks
 
 
@@ -64,7 +70,7 @@ def check(tables, requests):
 def test_tables_are_those_made_page_by_page_while_requests_grow_come_and_go(seed):
     generator = random.Random(seed)
     requests = [Asked(generator, 100 * i, own=generator.random() < 0.6) for i in range(1, 5)]
-    tables = PageTables(LAYERS, HEADS, BLOCK)
+    tables = PageTables(SLABS, BLOCK)
     for step in range(12):
         if generator.random() < 0.3:
             requests.pop(generator.randrange(len(requests)))
@@ -81,7 +87,7 @@ def test_a_table_is_kept_until_a_request_gets_a_block():
     requests = [Asked(random.Random(i), 100 * i, own=True) for i in (1, 2)]
     for request in requests:
         request.length = request.replaced * BLOCK + 1
-    tables, filled = PageTables(LAYERS, HEADS, BLOCK), []
+    tables, filled = PageTables(SLABS, BLOCK), []
     fill = tables._fill
     tables._fill = lambda rows: filled.append(rows.tolist()) or fill(rows)
     blocks = torch.tensor([request.blocks for request in requests], dtype=torch.int32)
@@ -112,10 +118,11 @@ def test_queries_go_head_after_head(counts):
     assert of_heads.tolist() == [0, *ends.tolist()]
 
 
-def test_blocks_are_those_of_the_largest_layer_of_any_rank():
-    pages = HeadPages(((3, 1, 0, 0), (1, 1, 1, 1)))
-    assert pages.blocks() == 1 and pages.blocks(2) == 2 and pages.blocks(4) == 3
-    assert pages.of_rank(0, 2).of_layers == ((3, 1), (1, 1))
+def test_blocks_hold_the_pages_of_all_layers_of_the_largest_rank():
+    pages = HeadPages(((3, 1, 0, 0), (1, 2, 1, 1)))
+    assert pages.blocks() == 2 and pages.blocks(2) == 2 and pages.blocks(4) == 2
+    assert HeadPages(((8, 0), (0, 0))).blocks() == 2 and HeadPages(((8, 0),)).blocks(2) == 8
+    assert pages.of_rank(0, 2).of_layers == ((3, 1), (1, 2))
     assert pages.of_rank(1, 2).of_layers == ((0, 0), (1, 1))
 
 
