@@ -37,9 +37,12 @@ METHODS = (
     "cur",
     "scissorhands",
     "h2o:decode=append",
+    "chunkkv",
+    "lagkv:lag=32",
     "simlayerkv:window=96,threshold=0.4",
 )
-ROUNDS, EVERY, LONG = ("snapkv", "adakv", "pyramidkv", "knorm", "rkv"), 32, 150
+ROUNDS = ("snapkv", "adakv", "pyramidkv", "knorm", "rkv", "chunkkv")
+EVERY, LONG = 32, 150
 PROMPTS = [text(seed, tokens) for seed, tokens in enumerate((700, 519, 640, 331))]
 SNAPKV = Asked("snapkv", 0.25)
 

@@ -13,7 +13,7 @@ from kvfold.errors import BudgetError
 from kvfold.methods.stages.allocate.pages import whole_pages
 from kvfold.methods.stages.allocate.pool import apart, together
 from kvfold.methods.stages.select.choose import Chosen
-from kvfold.methods.stages.select.top import top, with_forced
+from kvfold.methods.stages.select.top import kept_mask, top, with_forced
 
 
 def in_pages(
@@ -21,7 +21,7 @@ def in_pages(
 ) -> list[Chosen | None]:
     """The entries that layers sized together keep in pages of `size`; None where all stay.
 
-    `own` is each layer's own choice, by the highest scores, of entries at `positions [B, H, T]`, −1
+    `own` is each layer's own choice of entries at `positions [B, H, T]`, −1
     for padding, of `seen [B]` tokens. The last `seen % size` of these, the rest, stay beside the
     pages. A row that keeps everything is left as it is. Raises BudgetError for a row of which
     entries leave, and whose own entries fill fewer pages than there are layers.
@@ -80,7 +80,13 @@ def _sizes(
 
 
 def _with_size(own: Chosen, kept: Tensor, positions: Tensor, rest: Tensor, over: bool) -> Chosen:
-    """The choice with `kept [B, H]` entries in each head, the `rest` among them."""
+    """The choice with `kept [B, H]` entries in each head, the `rest` among them.
+
+    A head with more than its own choice gets others by score; one with fewer keeps the best of it.
+    """
     forced = own.forced | rest
-    slots = top(with_forced(own.scores, forced, positions), kept)
+    chosen = forced & (positions >= 0) | kept_mask(own.slots, positions.shape[2])
+    more = (kept > chosen.sum(-1))[..., None]
+    scores = with_forced(own.scores, torch.where(more, chosen, forced), positions)
+    slots = top(scores.masked_fill(~more & ~chosen, -torch.inf), kept)
     return dataclasses.replace(own, slots=slots, forced=forced, over_budget=own.over_budget or over)

@@ -17,7 +17,7 @@ from kvfold.methods.base import AddOn, Stages, register
 )
 @dataclass(frozen=True)
 class Pages(AddOn):
-    """Each head keeps whole pages of `size` entries, those that another method scores highest.
+    """Each head keeps whole pages of `size` entries, near those that another method chooses.
 
     For engines whose pages hold entries of one head: "snapkv + pages:size=16". The pages of a layer
     are as many as all its heads' entries fill, so that heads may differ by one; where the sizes of
@@ -29,13 +29,14 @@ class Pages(AddOn):
     2. Where nothing has to leave the heads that share pages, all stays.
     3. Other entries that stay whatever their score have pages of their own, beyond the budget if
        need be; a head that stores too few to fill these keeps all.
-    4. No other head keeps a part of a page: one that stores less than a page keeps the rest alone.
-    5. Where the rest leaves less than a page per layer, so many are kept all the same, beyond the
+    4. A head with more room than its choice gets the highest scores besides; one with less keeps
+       the best of its choice.
+    5. No other head keeps a part of a page: one that stores less than a page keeps the rest alone.
+    6. Where the rest leaves less than a page per layer, so many are kept all the same, beyond the
        budget.
 
     Raises BudgetError for a budget below a page per layer. Refused for methods that evict at each
-    step, that select whole chunks or otherwise than by score, or that keep heads or layers whole
-    (duo), and for recall.
+    step, or that keep heads or layers whole (duo), and for recall.
     """
 
     beside: ClassVar[str] = "snapkv"

@@ -74,8 +74,35 @@ def test_heads_keep_the_best_entries_of_rounded_sizes(spec, size, rest) -> None:
     assert differ != (size == 13 and spec.startswith("streaming"))  # a page of sinks in each
 
 
+SELECTING = [
+    "chunkkv:window=8,length=5", f"{SNAPKV} + adakv + criticalkv", "lagkv:sinks=4,lag=16",
+    "criticalkv:window=8", f"{SNAPKV} + chunkwise:length=6",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [3, 8, 13])
+@pytest.mark.parametrize("spec", SELECTING)
+def test_heads_that_select_otherwise_keep_pages_of_their_choice(spec, size) -> None:
+    """Fewer entries: the best of its choice; more: the best of the others, too."""
+    model, rest = build("llama", **HEADS), 64 % size
+    whole = recorded(model, prompts(ALONE)[0])
+    own = policy(spec).keep(whole, SMALL)
+    before, expected = torch.arange(64) < 64 - rest, []
+    for scores, indices, counts in zip(own.scores, own.indices, own.counts.tolist(), strict=True):
+        forced = [int((own.forced & before).sum())] * len(counts)
+        heads = zip(scores, indices, rounded(counts, forced, size, rest), strict=True)
+        expected.append([])
+        for each, chosen, count in heads:
+            first = own.forced | ~before
+            order = sorted(
+                range(64), key=lambda t: (not first[t], t not in chosen, -float(each[t]), t)
+            )
+            expected[-1].append(sorted(order[:count]))
+    assert of_row(start(model, paged(spec, size), ALONE).cache, 0) == expected
+
+
 @BATCHES
-@pytest.mark.parametrize("spec", [*BY_LAYER, f"{SNAPKV} + match"])
+@pytest.mark.parametrize("spec", [*BY_LAYER, *SELECTING, f"{SNAPKV} + match"])
 def test_a_layer_keeps_the_pages_that_its_entries_fill(spec, lengths) -> None:
     model = build("llama", **HEADS)
     own, cache = (start(model, each, lengths).cache for each in (spec, paged(spec, 3)))
@@ -300,8 +327,6 @@ REFUSED = [
     ("pyramidinfer + pages", "compose it with a method that does"),
     ("h2o + pages", "evicts one for each generated token: choose decode=append"),
     ("tova + pages", "evicts one for each generated token"),
-    ("chunkkv + pages", "selects otherwise"),
-    ("sirllm + pages", "selects otherwise"),
     ("cam + pages", "evicts one for each generated token"),
     ("pages + full", "compose it with a method that does"),
     ("snapkv + level + pages", "both bring the shape stage"),

@@ -29,6 +29,8 @@ METHODS = (
     "knorm",
     "keydiff",
     "rkv:window=8",
+    "chunkkv:window=8,length=5",
+    "lagkv:sinks=4,lag=16",
 )
 EVERY = (3, 8, 21)  # below the window, as long, and above it
 PAGES = ("", " + pages:size=4")

@@ -237,11 +237,6 @@ def _check_pages(stages: Stages) -> None:
             "pages are made of many entries at once, and this method evicts one for each generated "
             "token: choose decode=append where it is offered, and every:interval=128 for rounds"
         )
-    if stages.select is not None:
-        raise IllegalComposition(
-            "pages fill up with the entries of highest scores, and this method selects otherwise: "
-            "compose pages with one that keeps the best entries of each head, such as snapkv"
-        )
     if stages.encode is not None and stages.encode.recalls:
         raise IllegalComposition(
             "recall keeps every entry, so none leaves in pages: choose one of the two"

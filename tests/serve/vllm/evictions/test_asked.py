@@ -25,6 +25,8 @@ METHODS = (
     "knorm:skip_layers=0",
     "keydiff",
     "rkv:window=8",
+    "chunkkv:window=8,length=5",
+    "lagkv:sinks=4,lag=16",
     "random",
     f"snapkv:window=8 + curve:file={FOLDER}/curve.safetensors",
 )
@@ -68,10 +70,9 @@ REFUSED = [
     ({"method": "simlayerkv:when=first_decode"}, "waits for the first generated token"),
     ({"method": "kvzip", "budget": 0.5}, "runs forwards of its own"),
     ({"method": "streaming_llm", "budget": 0.5}, "pages"),
-    ({"method": "chunkkv", "budget": 0.5}, "pages"),
     ({"method": "full"}, "evicts nothing itself"),
     ({"method": "kivi"}, "evicts nothing itself"),
-    ({"method": "criticalkv", "budget": 0.5}, "this method selects otherwise"),
+    ({"method": "criticalkv", "budget": 0.5}, "reads weights of the model"),
     ({"method": "finch", "budget": 0.5}, "finch"),
     ({"method": f"zap_threshold:file={FOLDER}/scorer.safetensors"}, "sizes anew in each round"),
 ]
