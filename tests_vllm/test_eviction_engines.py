@@ -72,6 +72,23 @@ def test_ordinary_requests_are_answered_bit_for_bit_as_by_a_stock_vllm():
     assert after == expected
 
 
+def test_two_ranks_evict_as_one():
+    truth = Truth()
+    kinds = (
+        Asked("snapkv", 0.25),
+        Asked("adakv", 0.25, 32),
+        Asked("pyramidkv + adakv", 0.3, 32),
+        Asked("expected_attention", 0.3),
+        ORDINARY,
+    )
+    requests = [(PROMPTS[2 * (each % 2)], asked) for each, asked in enumerate(kinds)]
+    expected = [truth.answer(prompt, asked, 70) for prompt, asked in requests]
+    with engine(tensor_parallel_size=2) as two:
+        for _ in range(2):
+            assert answers(two, requests, 70) == expected
+            assert in_use(two) == 0
+
+
 def test_metrics_say_what_was_evicted():
     """The sums of what answers say, in vLLM's own counters."""
     with engine(disable_log_stats=False) as started:

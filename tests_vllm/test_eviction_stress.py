@@ -32,7 +32,7 @@ KINDS = (
     Asked("pyramidkv", 0.3),
     Asked("snapkv", 64, 32),
 )
-REQUESTS, NEW, ABORTED, STEPS = 40, 96, 0.03, 6000
+NEW, ABORTED, STEPS = 96, 0.03, 6000
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Seen:
     most: int = 0  # blocks in use
 
 
-def arrivals(rng: random.Random) -> list[Request]:
+def arrivals(rng: random.Random, count: int) -> list[Request]:
     """Half of the prompts begin alike."""
     shared, found = rng.sample(range(5, 2000), 200), []
-    for _ in range(REQUESTS):
+    for _ in range(count):
         beginning = shared[: rng.randrange(32, 200)] if rng.random() < 0.5 else []
         tokens = beginning + rng.sample(range(5, 2000), rng.randrange(30, 400))
         found.append(Request(list(dict.fromkeys(tokens)), rng.choice(KINDS), rng.randrange(8, NEW)))
@@ -121,17 +121,17 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield started
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_each_request_is_answered_as_alone(llm, seed):
+@pytest.mark.parametrize("seed, count", [(0, 1), (1, 16), (2, 64), (3, 40)])
+def test_each_request_is_answered_as_alone(llm, seed, count):
     rng = random.Random(seed)
-    requests = arrivals(rng)
+    requests = arrivals(rng, count)
     llm.reset_prefix_cache()
     seen = served(llm, requests, rng)
     small, truth = pool(llm).num_gpu_blocks == 60, Truth()
     assert in_use(llm) == 0
     assert seen.most < pool(llm).num_gpu_blocks
-    assert not small or (seen.preempted and seen.waited)
-    assert len(seen.answers) > REQUESTS // 2
+    assert not small or count < 40 or (seen.preempted and seen.waited)
+    assert len(seen.answers) > count // 2
     for number, given in seen.answers.items():
         anew = seen.about[number].get("read_anew", 0)
         lost = seen.lost[number] if anew else []

@@ -73,8 +73,18 @@ class RandomRow:
         self.tokens = [[torch.cat([head, new]) for head in layer] for layer in self.tokens]
         self.seen += count
 
-    def blocks(self, block: int) -> int:
-        """Blocks that hold the pages of all layers, without the last, unfilled block."""
-        rest = self.seen % block
-        pages = sum((len(head) - rest) // block for layer in self.tokens for head in layer)
-        return -(-pages // (len(self.tokens) * len(self.tokens[0])))
+    def blocks(self, block: int, ranks: int = 1) -> int:
+        """Blocks that hold the pages of all layers, without the last, unfilled block.
+
+        Of the rank that has most, where `ranks` share the heads.
+        """
+        rest, each = self.seen % block, len(self.tokens[0]) // ranks
+        pages = [
+            sum(
+                (len(head) - rest) // block
+                for of in self.tokens
+                for head in of[first : first + each]
+            )
+            for first in range(0, ranks * each, each)
+        ]
+        return -(-max(pages) // (len(self.tokens) * each))

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold.contexts.files.format import opened, read_header
+from kvfold.serve.vllm.evictions.rank_heads import RankHeads
 from kvfold.serve.vllm.export import EntryCounts, pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
@@ -181,4 +182,5 @@ def vllm_on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> None:
 def worker_side_of(
     served_folder: ServedFolder, meta_model: MetaModel, rank: int = 0, size: int = 1
 ) -> WorkerSide:
-    return WorkerSide(served_folder, meta_model, torch.float32, BLOCK, rank, size)
+    ranks = RankHeads(rank, size, 2, lambda own: own)
+    return WorkerSide(served_folder, meta_model, torch.float32, BLOCK, ranks)

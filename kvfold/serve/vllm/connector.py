@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,6 +22,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
 from kvfold.serve.vllm.evictions.metrics import EvictionMetrics, EvictionStats
+from kvfold.serve.vllm.evictions.rank_heads import RankHeads
 from kvfold.serve.vllm.evictions.schedule import (
     EvictionCounts,
     EvictionDone,
@@ -52,7 +54,7 @@ class Copied(KVConnectorWorkerMetadata):
     done: dict[str, EvictionDone]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Copied:
-        """Those of two workers, of which one evicts."""
+        """Those of two workers, which evict alike."""
         assert isinstance(other, Copied)
         return Copied(self.done | other.done)
 
@@ -78,6 +80,7 @@ class KvfoldConnector(KVConnectorBase_V1):
         paged = Paged(block, ranks) if has_head_pages(vllm_config) else None
         served_folder = None if folder is None else ServedFolder(folder, paged)
         meta_model = MetaModel(model.hf_config, model.model)
+        heads = model.get_total_num_kv_heads()
         # The other one stays None: a process is either scheduler or worker.
         self.scheduler_side: Any = None
         self.worker_side: Any = None
@@ -88,9 +91,9 @@ class KvfoldConnector(KVConnectorBase_V1):
                 compatibility = CompatibilityCheck(served_folder, meta_model, dtype)
             default = None if evict is None else AskedEviction.within(evict, paged)
             evicting = None
-            if paged is not None and ranks == 1:
-                heads, size = model.get_total_num_kv_heads(), model.get_head_size()
-                shape = Shape(meta_model.layers, heads, 2 * size * model.dtype.itemsize, block)
+            if paged is not None:
+                entry = 2 * model.get_head_size() * model.dtype.itemsize
+                shape = Shape(meta_model.layers, heads, entry, block, ranks)
                 evicting = EvictionSchedule(default, shape)
             self.scheduler_side = SchedulerSide(served_folder, compatibility, evicting, block)
         else:
@@ -100,10 +103,9 @@ class KvfoldConnector(KVConnectorBase_V1):
             }
             if paged is not None:
                 check_attention(self._layers)
-            rank = get_tensor_model_parallel_rank()
-            self.worker_side = WorkerSide(
-                served_folder, meta_model, model.dtype, block, rank, ranks
-            )
+            of = get_tensor_model_parallel_rank()
+            shared = RankHeads(of, ranks, heads, partial(tensor_model_parallel_all_gather, dim=0))
+            self.worker_side = WorkerSide(served_folder, meta_model, model.dtype, block, shared)
             self._paged = paged
         self._failed: set[int] = set()
         self._refused: set[str] = set()

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvfold.contexts.files.format import opened, told_as_damage
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.evictions.copying import EvictedRow
+from kvfold.serve.vllm.evictions.rank_heads import RankHeads
 from kvfold.serve.vllm.evictions.schedule import EvictionDone
 from kvfold.serve.vllm.export import LayerPages, pages
 from kvfold.serve.vllm.head_pages.layout import (
@@ -22,7 +23,6 @@ from kvfold.serve.vllm.head_pages.layout import (
     Layout,
     Slabs,
     all_pages,
-    share,
 )
 from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryRing, QueryTail
 from kvfold.serve.vllm.meta_model import MetaModel
@@ -38,7 +38,7 @@ REMEMBERED = 16
 
 
 class WorkerSide:
-    """Writes contexts into vLLM's cache on tensor-parallel rank `rank` of `size`.
+    """Writes contexts into vLLM's cache on one of its tensor-parallel `ranks`.
 
     Pages hold `block` entries of dtype `dtype`.
     """
@@ -49,11 +49,10 @@ class WorkerSide:
         meta_model: MetaModel,
         dtype: torch.dtype,
         block: int,
-        rank: int,
-        size: int,
+        ranks: RankHeads,
     ) -> None:
         self.served_folder, self.meta_model = served_folder, meta_model
-        self.dtype, self.block, self.rank, self.size = dtype, block, rank, size
+        self.dtype, self.block, self.ranks = dtype, block, ranks
         self.rope = meta_model.rope
         self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
         self._layouts: dict[str, Layout] = {}
@@ -72,7 +71,7 @@ class WorkerSide:
             self._rows.pop(name, None)
             self._unwatch(name)
         for name, own in step.laid.items():
-            pages = own.pages.of_rank(self.rank, self.size)
+            pages = own.pages.of_heads(self.ranks.own)
             self._layouts[name] = Layout.of(pages, own.blocks, own.replaced, _slabs(layers))
         failed = {name for name in step.evictions if not self._evict(name, step, layers)}
         for name, count in step.watched.items():
@@ -87,7 +86,9 @@ class WorkerSide:
         order = step.evictions[name]
         try:
             if name not in self._rows:
-                self._rows[name] = EvictedRow(order.eviction, layers, self.rope, self.block)
+                self._rows[name] = EvictedRow(
+                    order.eviction, layers, self.rope, self.block, self.ranks
+                )
             row = self._rows[name]
             changed = row.evict(order, self._readers.get(name))
         # An exception here would end the engine with all its requests.
@@ -98,8 +99,7 @@ class WorkerSide:
             self._unwatch(name)
         if changed and row.layout is not None:
             self._layouts[name] = row.layout
-            layout = row.layout
-            self.done[name] = EvictionDone(order.admission, layout.replaced, layout.blocks)
+            self.done[name] = EvictionDone(order.admission, row.layout.replaced, row.blocks)
         return True
 
     def _unwatch(self, name: str) -> None:
@@ -116,7 +116,7 @@ class WorkerSide:
         started = time.perf_counter()
         layout = None
         if load.pages is not None:
-            own = load.pages.of_rank(self.rank, self.size)
+            own = load.pages.of_heads(self.ranks.own)
             layout = Layout.of(own, load.blocks, 0, _slabs(layers))
         for page in self._pages(load):
             if page.layer not in layers:
@@ -157,8 +157,7 @@ class WorkerSide:
             counts = self.served_folder.counts(file)
             if salt(file.header) != load.salt or counts.count != load.count:
                 raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")
-            heads = share(len(file.header.layers[0].kept), self.rank, self.size)
-            for page in pages(file, self.meta_model, heads, counts):
+            for page in pages(file, self.meta_model, self.ranks.own, counts):
                 if page.of_heads is None:
                     tails.append(_last(page, load.count - broken))
                 yield page

@@ -85,8 +85,6 @@ def test_heads_that_keep_different_numbers_get_pages_or_levels(spec, rule, paged
         ("d2o", None, PAGED, "which do not fill pages; cannot be changed so: pages are made of"),
         ("d2o", None, None, "which do not fill pages; cannot be changed so: level makes one"),
         ("pyramidinfer", None, PAGED, "cannot be changed so: pages evicts nothing itself"),
-        ("criticalkv + adakv", None, PAGED, "cannot be changed so: pages fill up with"),
-        ("chunkkv + adakv", None, PAGED, "cannot be changed so: pages fill up with"),
         ("h2o", "mass", PAGED, "h2o cannot be changed so: level makes one set"),
         ("kvzip + level", "votes", None, "cannot be changed so: level and level:rule=votes both"),
         ("kvzip + pages", "votes", PAGED, "cannot be changed so: pages and level:rule=votes both"),

@@ -22,19 +22,22 @@ from kvfold.serve.vllm.export import Paged
 EVICT = "kvfold"
 NAMES = {"method", "budget", "every"}
 UNABLE = (
-    "vLLM evicts on a CPU, or on a GPU with --untested-gpu, on one rank, with entries of the "
-    "model's own dtype"
+    "vLLM evicts on a CPU, or on a GPU with --untested-gpu, with entries of the model's own dtype"
 )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's layers, KV heads, bytes of an entry of one head, and vLLM's entries per block."""
+    """The model's layers, KV heads, bytes of an entry of one head, and vLLM's entries per block.
+
+    `ranks` share the heads (tensor parallelism).
+    """
 
     layers: int
     heads: int
     entry_bytes: int
     block: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class AskedEviction:
     @classmethod
     def within(cls, given: Any, paged: Paged | None) -> AskedEviction:
         """As `of`, in vLLM's pages of single heads `paged`; KvfoldError if it evicts nothing."""
-        if paged is None or paged.ranks > 1:
+        if paged is None:
             raise KvfoldError(UNABLE)
         return cls.of(given, paged.block)
 
@@ -98,6 +101,11 @@ class AskedEviction:
             raise KvfoldError(
                 f"{self.method} sums attention up while it reads, and has no rounds here: leave "
                 "every out, or take another method"
+            )
+        if self.every is not None and needs.token_ids:
+            raise KvfoldError(
+                f"{self.method} reads token ids, and vLLM may not know the last ones when a round "
+                "comes: leave every out"
             )
         if isinstance(self.policy.stages.when, Once):
             raise KvfoldError(f"{self.method} waits for the first generated token: take another")
@@ -145,6 +153,10 @@ class AskedEviction:
             for size, of in sizes
         )
         most = -(-pages // (layers * heads))
+        if shape.ranks > 1:
+            # One rank may hold all that heads keep unevenly, and the pages that do not share out.
+            uneven = isinstance(stages.allocate, Across) or stages.heads is not None
+            most = most * shape.ranks if uneven else most + 1
         return min(whole, most) if self.every is None else most
 
     def _too_little(self, shape: Shape) -> int:

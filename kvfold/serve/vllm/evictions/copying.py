@@ -13,6 +13,7 @@ from kvfold.errors import KvfoldError
 from kvfold.policies import Prefill, Rope
 from kvfold.policies.row_policy import RowPolicy, StoredRow
 from kvfold.serve.vllm.evictions.asked import AskedEviction
+from kvfold.serve.vllm.evictions.rank_heads import RankHeads
 from kvfold.serve.vllm.evictions.schedule import EvictionOrder
 from kvfold.serve.vllm.head_pages.layout import HeadPages, Layout, Slabs, all_pages
 from kvfold.serve.vllm.head_pages.queries import QueryTail
@@ -21,15 +22,22 @@ from kvfold.serve.vllm.head_pages.queries import QueryTail
 class EvictedRow:
     """A request of which entries were evicted: which tokens its own pages hold, and where.
 
-    `layers` are vLLM's attention layers by index, pages hold `block` entries.
+    `layers` are vLLM's attention layers by index, pages hold `block` entries. Each of the `ranks`
+    chooses for all heads, and copies its own.
     """
 
     def __init__(
-        self, eviction: AskedEviction, layers: Mapping[int, Any], rope: Rope | None, block: int
+        self,
+        eviction: AskedEviction,
+        layers: Mapping[int, Any],
+        rope: Rope | None,
+        block: int,
+        ranks: RankHeads,
     ) -> None:
-        self.layers, self.rope, self.block = layers, rope, block
+        self.layers, self.rope, self.block, self.ranks = layers, rope, block, ranks
         self._slabs = Slabs.of([layers[number].kv_cache for number in range(len(layers))])
         self.layout: Layout | None = None
+        self.blocks = 0  # that hold the pages, of the largest rank
         self._policy = RowPolicy(eviction.policy, eviction.budget)
         self._tokens: list[list[Tensor]] = []  # of each layer and head, in its own pages
         self._read = False  # the prompt, and what stays of it was chosen
@@ -48,15 +56,18 @@ class EvictedRow:
         rest = order.tokens % self.block
         own = [[head[: len(head) - rest] for head in layer] for layer in kept]
         pages = HeadPages.of([[len(head) for head in layer] for layer in own], self.block)
-        if pages is None or pages.blocks() > len(order.targets):
+        size = self.ranks.size
+        if pages is None or pages.blocks(size) > len(order.targets):
             raise KvfoldError("more is kept than the blocks that were asked for hold")
-        self.layout = Layout.of(pages, order.targets, order.tokens // self.block, self._slabs)
+        held, self.blocks = pages.of_heads(self.ranks.own), pages.blocks(size)
+        self.layout = Layout.of(held, order.targets, order.tokens // self.block, self._slabs)
         self._tokens = [
             [tokens[at] for tokens, at in zip(*of_layer, strict=True)]
             for of_layer in zip(stored.tokens, own, strict=True)
         ]
-        for number, at in enumerate(own):
-            self._write(number, stored.keys[number], stored.values[number], at)
+        for number, of_layer in enumerate(zip(stored.keys, stored.values, own, strict=True)):
+            keys, values, at = (part[self.ranks.own] for part in of_layer)
+            self._write(number, keys, values, at)
         return True
 
     @property
@@ -88,28 +99,34 @@ class EvictedRow:
 
     def _stored(self, after: list[int], seen: int, queries: QueryTail | None) -> StoredRow:
         """The request's entries: those in its own pages, then those in vLLM's blocks `after`."""
-        first = self._replaced * self.block
+        first, heads = self._replaced * self.block, self.ranks
         new = torch.arange(first, seen, device=self._device)
-        keys, values, tokens = [], [], []
+        keys: list[list[Tensor]] = []
+        values: list[list[Tensor]] = []
+        tokens: list[list[Tensor]] = []
         for number in range(len(self.layers)):
             cache, read = self.layers[number].kv_cache, self.layers[number].impl.read_blocks
-            new_keys, new_values = (rows[:, : len(new)] for rows in read(cache, after))
-            if self.layout is None:
-                keys.append(list(new_keys))
-                values.append(list(new_values))
-                tokens.append([new] * len(new_keys))
-                continue
-            counts = [len(of_head) for of_head in self._tokens[number]]
-            numbers = self.layout.pages(number).tolist()
-            own = [rows[0].split(counts) for rows in read(all_pages(cache), numbers)]
-            keys.append([torch.cat(pair) for pair in zip(own[0], new_keys, strict=True)])
-            values.append([torch.cat(pair) for pair in zip(own[1], new_values, strict=True)])
-            tokens.append([torch.cat([of_head, new]) for of_head in self._tokens[number]])
-        last = None if queries is None else queries.stacked(seen)
+            parts = [list(rows[:, : len(new)]) for rows in read(cache, after)]
+            before = self._tokens[number] if self._tokens else [new[:0]] * heads.count
+            if self.layout is not None:
+                counts = [len(of_head) for of_head in before[heads.own]]
+                pages = self.layout.pages(number).tolist()
+                own = [rows[0].split(counts) for rows in read(all_pages(cache), pages)]
+                parts = [
+                    [torch.cat(pair) for pair in zip(*each, strict=True)]
+                    for each in zip(own, parts, strict=True)
+                ]
+            tokens.append([torch.cat([of_head, new]) for of_head in before])
+            lengths = [len(of_head) for of_head in tokens[number]]
+            for into, rows in zip((keys, values), parts, strict=True):
+                into.append(heads.heads(rows, lengths))
+        last = None
+        if queries is not None:
+            last = [heads.queries(of_layer) for of_layer in queries.stacked(seen)]
         return StoredRow(keys, values, tokens, seen, last)
 
     def _write(
-        self, number: int, keys: Sequence[Tensor], values: Sequence[Tensor], at: list[Tensor]
+        self, number: int, keys: Sequence[Tensor], values: Sequence[Tensor], at: Sequence[Tensor]
     ) -> None:
         """Writes the entries `at` of a layer's heads into its pages."""
         assert self.layout is not None

@@ -55,7 +55,7 @@ class HeadStep:
         like = self._tables.alike[layer]
         if like not in self._made:
             self._made[like] = self._metadata(like)
-        table = self._tables.table[layer].to(self._common.seq_lens.device)
+        table = self._tables.of_layer(layer, self._common.seq_lens.device)
         return replace(self._made[like], block_table=table)
 
     def _metadata(self, layer: int) -> Any:
@@ -69,7 +69,7 @@ class HeadStep:
             num_reqs=len(lengths),
             num_actual_tokens=common.num_actual_tokens * self._tables.slabs.heads,
             max_seq_len=int(lengths.max()),
-            block_table_tensor=self._tables.table[layer],
+            block_table_tensor=self._tables.of_layer(layer, device),
         )
         return self._builder.vllms.build(self._builder.of_one_head, 0, of_heads)
 
@@ -94,9 +94,11 @@ class HeadPagesBuilder:
         """The builder of a model with one KV head."""
         return _of_one_head(self, *self.numbers_of_heads)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Metadata of a step; its `of_heads` makes a `HeadStep` of the step and a layer's cache."""
-        made = self.vllms.build(self, common_prefix_len, common_attn_metadata, *args)
+        made = self.vllms.build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
         made.of_heads = partial(self._step, common_attn_metadata)
         return made
 

@@ -82,7 +82,10 @@ class HeadPages:
 
     def of_rank(self, rank: int, ranks: int) -> HeadPages:
         """The pages of a tensor-parallel rank; raises KvfoldError as `share`."""
-        heads = share(len(self.of_layers[0]), rank, ranks)
+        return self.of_heads(share(len(self.of_layers[0]), rank, ranks))
+
+    def of_heads(self, heads: slice) -> HeadPages:
+        """The pages of some heads."""
         return HeadPages(tuple(layer[heads] for layer in self.of_layers))
 
     def blocks(self, ranks: int = 1) -> int:

@@ -29,6 +29,13 @@ class PageTables:
         self.alike = list(range(layers))
         self._blocks = torch.zeros(0, 0, dtype=torch.int32)
         self._layouts: list[Layout | None] = []
+        self._placed: Tensor | None = None  # the table on vLLM's device, until it changes
+
+    def of_layer(self, layer: int, device: torch.device) -> Tensor:
+        """The table of a layer `[R·H, W]` on a device."""
+        if self._placed is None:
+            self._placed = self.table.to(device)
+        return self._placed[layer]
 
     def update(
         self, block_table: Tensor, lengths: Tensor, layouts: Sequence[Layout | None]
@@ -50,6 +57,7 @@ class PageTables:
             self._layouts = list(layouts)
             self._count()
         self._fill(changed.nonzero()[:, 0])
+        self._placed = None
 
     def _changed(self, blocks: Tensor) -> Tensor:
         """Requests `[R]`, bool, whose blocks are others than before."""

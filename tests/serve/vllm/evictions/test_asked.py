@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from kvfold.bundled import FOLDER
 from kvfold.errors import BudgetError, KvfoldError
+from kvfold.methods.base import Method, Needs, Stages, register
+from kvfold.observers.stored import TokenIds
 from kvfold.policies.row_policy import RowPolicy
 from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
+from tests.helpers.registry import registry_restored
 from tests.helpers.rows import SIZE, RandomRow
 
 BLOCK = 16
@@ -102,6 +105,24 @@ def test_budgets_that_are_refused(given, why):
         AskedEviction.of(given, BLOCK)
 
 
+def test_rounds_of_a_method_that_reads_token_ids_are_refused():
+    """vLLM samples the last token while it makes the next step."""
+
+    @dataclass(frozen=True)
+    class ByIds(Method):
+        def stages(self) -> Stages:
+            return Stages(
+                needs=Needs(TokenIds()), score=lambda seen: seen[TokenIds][:, None].float()
+            )
+
+    with registry_restored():
+        register("by_ids", paper="")(ByIds)
+        once = {"method": "by_ids", "budget": 0.5}
+        assert AskedEviction.of(once, BLOCK).policy.needs.token_ids
+        with pytest.raises(KvfoldError, match="vLLM may not know the last ones"):
+            AskedEviction.of(once | {"every": 32}, BLOCK)
+
+
 def test_queries_that_are_read():
     snapkv = AskedEviction.of({"method": "snapkv:window=8", "budget": 0.5}, BLOCK)
     assert [snapkv.queries(tokens) for tokens in (3, 8, 100)] == [3, 8, 8]
@@ -121,7 +142,7 @@ def test_blocks_by_hand():
     assert replace(half, budget=half.budget.tokens(99)).blocks(100, shape) == 6
 
 
-def needed(eviction: AskedEviction, row: RandomRow, rounds: int) -> list[int]:
+def needed(eviction: AskedEviction, row: RandomRow, rounds: int, ranks: int) -> list[int]:
     """Blocks after the prompt and after each round, where something has been evicted."""
     policy, found = RowPolicy(eviction.policy, eviction.budget), []
     kept = policy.prompt(row.prefill(eviction.policy)).indices
@@ -135,17 +156,18 @@ def needed(eviction: AskedEviction, row: RandomRow, rounds: int) -> list[int]:
                 evicted = True
                 row.keep(slots)
         if evicted:
-            found.append(row.blocks(BLOCK))
+            found.append(row.blocks(BLOCK, ranks))
     return found
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("every", [None, 5, 24], ids=str)
 @pytest.mark.parametrize("method", [*METHODS, *ONCE])
-def test_targets_hold_what_is_kept(method, every):
+def test_targets_hold_what_is_kept(method, every, ranks):
     if method in ONCE and every is not None:
         pytest.skip("no rounds")
     rng = random.Random(0)
-    shape = Shape(layers=4, heads=4, entry_bytes=2 * SIZE * 4, block=BLOCK)
+    shape = Shape(layers=4, heads=4, entry_bytes=2 * SIZE * 4, block=BLOCK, ranks=ranks)
     compared = 0
     for seed in range(14):
         budget, tokens = rng.choice(BUDGETS), rng.randrange(1, 150)
@@ -157,7 +179,7 @@ def test_targets_hold_what_is_kept(method, every):
         most = tokens + rounds * (eviction.every or 0)
         row = RandomRow.of(shape.layers, shape.heads, tokens, most, seed)
         try:
-            found = needed(eviction, row, rounds)
+            found = needed(eviction, row, rounds, ranks)
         except BudgetError:
             continue  # below a page, or the forced entries
         if found:
