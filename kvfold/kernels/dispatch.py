@@ -20,7 +20,7 @@ from kvfold.kernels.views import OTHER, Form, RaggedView
 
 Path = Literal["triton", "varlen", "flash", "native", "torch"]
 # Ways of attention to segments, each a function of `kernels/ragged.py`.
-SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "recalled", "rows"]
+SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "raw", "recalled", "rows"]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
@@ -58,6 +58,8 @@ def segments_path(
     if kind == "raw" and newest:
         if unbiased and rows_path(query, values.tail, softcap=softcap) != "torch":
             return "rows"
+        if unbiased and raw_path(query, keys.tail, values.tail) == "native":
+            return "raw"
         if plain and query.shape[-1] == size and query.device.type == "cpu":
             return "each"
     elif kind == "packed" and unbiased:
@@ -85,6 +87,17 @@ def rows_path(query: Tensor, values: Tensor, *, softcap: float | None) -> Path:
         return "triton"
     same = query.shape[-1] == values.shape[-1] and query.shape[-1] % 8 == 0
     return "varlen" if softcap is None and same and varlen_available(query) else "torch"
+
+
+def raw_path(query: Tensor, keys: Tensor, values: Tensor) -> Path:
+    """Path for one `query [B, Hq, 1, D]` over raw keys and values, all of one dtype, on a CPU."""
+    known = query.dtype in KNOWN and query.dtype == keys.dtype == values.dtype
+    if not known or query.device.type != "cpu" or (query.requires_grad and torch.is_grad_enabled()):
+        return "torch"
+    # A graph cannot hold a call of C++, and torch's own work in it is compiled.
+    if torch.compiler.is_compiling() or INTERPRETED:
+        return "torch"
+    return "native" if library() is not None else "torch"
 
 
 def packed_path(query: Tensor, *, value_size: int) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to segments of different lengths (varlen), without padding: seven ways.
+"""Attention to segments of different lengths (varlen), without padding: eight ways.
 
 `dispatch.segments_path` chooses. Reference: `reference.attend_with_column_sums` on each segment
 alone.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvfold.kernels.dispatch import SegmentPath, segments_path, triton_available
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native.attention import attend_to_raw
 from kvfold.kernels.packing import PackedKeys, PackedValues, not_both_packed
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.recalled import attend_to_recalled
@@ -152,6 +153,29 @@ def _each(query: Tensor, stored: RaggedView, mask: Tensor | None, options: Logit
     return merged(outs, totals).view(*query.shape[:3], -1)
 
 
+def _raw(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
+    """A step over raw segments on a CPU, in one call of C++, with softcap and sink logits."""
+    keys, values = stored.keys, stored.values
+    old_keys, old_values = keys.encoded, values.encoded
+    assert isinstance(old_keys, Flat) and isinstance(old_values, Flat)
+    rows = query.reshape(len(keys.gaps), -1, query.shape[-1])
+    out, total = attend_to_raw(
+        rows,
+        keys.tail,
+        values.tail,
+        keys.gaps,
+        options["scale"],
+        options.get("softcap"),
+        old=(old_keys, old_values),
+    )
+    sink_logits = options.get("sink_logits")
+    if sink_logits is not None:
+        # Sink logits take a share of the weight, and have no values.
+        sinks = sink_logits.float().view(-1, total.shape[1]).repeat(len(query), 1)
+        out *= (total - sinks).sigmoid()[..., None]
+    return out.to(query.dtype).view(*query.shape[:3], -1)
+
+
 def _even(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
     """A step over segments of one length, raw or encoded, as batched products."""
     grouped = (query * options["scale"]).reshape(len(stored.keys.gaps), -1, query.shape[-1])
@@ -273,6 +297,7 @@ PATHS: dict[SegmentPath, Callable[[Tensor, RaggedView, Tensor | None, LogitOptio
     "even": _even,
     "packed": _packed,
     "per token": _per_token,
+    "raw": _raw,
     "recalled": attend_to_recalled,
     "rows": _rows,
 }

@@ -123,17 +123,14 @@ ALIKE = {"lengths": (16, 16)}
 @pytest.mark.parametrize(
     ("chosen", "stored", "call"),
     [
-        ("each", segments(raw(), raw()), {}),
-        ("each", segments(raw(), raw(), tails=(1, 3)), {}),
-        ("each", segments(raw(dtype=torch.float64), raw(dtype=torch.float64)), {}),
+        ("raw", segments(raw(), raw()), {}),
+        ("raw", segments(raw(), raw(), tails=(1, 3)), {"softcap": 30.0} | SINKS),
+        ("raw", segments(raw(), raw(size=8), size=8), {}),
+        ("each", segments(raw(), raw(), dtype=torch.float64), {"dtype": torch.float64}),
         ("each", replace(segments(raw(), raw()), bias=segments(raw(), raw()).keys), {}),
         ("blocks", segments(raw(), raw(), tails=(0, 3)), {}),
         ("blocks", segments(raw(), raw()), {"masked": True}),
         ("blocks", segments(raw(), raw()), {"queries": 2}),
-        ("blocks", segments(raw(), raw()), {"softcap": 30.0}),
-        ("blocks", segments(raw(), raw()), SINKS),
-        ("blocks", segments(raw(), raw(size=8), size=8), {}),
-        ("even", segments(raw((16, 16)), raw((16, 16), 8), size=8), {}),
         ("even", segments(raw((16, 16)), raw((16, 16)), tails=(0, 0)), {}),
         ("even", segments(None, None), {}),
         ("blocks", segments(None, None, tails=(2, 3)), {}),
@@ -157,6 +154,37 @@ ALIKE = {"lengths": (16, 16)}
 )
 def test_paths_of_a_call_over_segments(chosen, stored, call):
     assert path(stored, **call) == chosen and chosen in PATHS
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("chosen", "stored", "call"),
+    [
+        ("each", segments(raw(), raw()), {}),
+        ("each", segments(raw(), raw(), tails=(1, 3)), {}),
+        ("blocks", segments(raw(), raw()), {"softcap": 30.0}),
+        ("blocks", segments(raw(), raw()), SINKS),
+        ("blocks", segments(raw(), raw(size=8), size=8), {}),
+        ("even", segments(raw((16, 16)), raw((16, 16), 8), size=8), {}),
+    ],
+)
+def test_paths_over_raw_segments_without_a_compiler(chosen, stored, call, monkeypatch):
+    monkeypatch.setattr(dispatch, "library", lambda: None)
+    assert path(stored, **call) == chosen and chosen in PATHS
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_step_over_raw_entries_goes_to_cpp_where_no_graph_needs_it(monkeypatch):
+    query, rows = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16)
+    assert dispatch.raw_path(query, rows, rows) == "native"
+    assert dispatch.raw_path(query.half(), rows, rows) == "torch"
+    assert dispatch.raw_path(*(part.double() for part in (query, rows, rows))) == "torch"
+    asked = query.clone().requires_grad_()
+    assert dispatch.raw_path(asked, rows, rows) == "torch"
+    with torch.no_grad():
+        assert dispatch.raw_path(asked, rows, rows) == "native"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert dispatch.raw_path(query, rows, rows) == "torch"
 
 
 @pytest.mark.parametrize("kernels", ["triton", "varlen"])

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention over quantized entries. A tile of them is decoded at a time, and stays in the L1
-// cache. Layouts are those of `kernels/packing.py` and `kernels/codebook.py`.
+// Decode attention over raw and over quantized entries. A tile of these is decoded at a time, and
+// stays in the L1 cache. Layouts are those of `kernels/packing.py` and `kernels/codebook.py`.
 
 #include <algorithm>
 #include <cmath>
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #ifdef __AVX2__
@@ -82,6 +83,10 @@ Codes consecutive(const int32_t* words, int64_t first) {
 #endif
     return found >> shifts & ((1 << BITS) - 1);
 }
+
+typedef float Unaligned __attribute__((vector_size(4 * WIDE), aligned(4)));
+
+Floats loaded(const float* row) { return *(const Unaligned*)row; }
 
 void store(float* row, Floats numbers) { std::memcpy(row, &numbers, sizeof numbers); }
 
@@ -169,10 +174,11 @@ void with_bits(int64_t bits, Run run) {
 struct Tile {
     std::vector<float> numbers, factors, offsets;
     std::vector<uint8_t> packed, high;
+    const float* rows;  // the numbers; of raw float32 entries these where they lie
 
     explicit Tile(int64_t size)
         : numbers(TILE * size + WIDE), factors(TILE, 1.0f), offsets(TILE), packed(TILE * size + 4 * WIDE),
-          high(TILE * size / 4 + WIDE) {}
+          high(TILE * size / 4 + WIDE), rows(numbers.data()) {}
 
     const uint8_t* copied(const void* codes, int64_t bytes) {
         std::memcpy(packed.data(), codes, bytes);
@@ -251,6 +257,23 @@ struct RawRows {
     }
 };
 
+// Raw keys or values in two pieces, of which the second one begins at row `split` of both.
+template <class Number>
+struct RawPieces {
+    const Number *old, *newest;
+    int64_t split, size;
+
+    void decode(int64_t first, int64_t count, Tile& tile) const {
+        const Number* own = first < split ? old + first * size : newest + (first - split) * size;
+        const int64_t bytes = count * size * sizeof(Number);
+        for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char*)own + bytes + j, 0, 2);
+        if constexpr (std::is_same_v<Number, float>)
+            tile.rows = own;
+        else
+            for (int64_t j = 0; j < count * size; j++) tile.numbers[j] = own[j];
+    }
+};
+
 // A word holds codes of consecutive entries, of one channel.
 template <class Number>
 struct PackedKeys {
@@ -314,39 +337,68 @@ __m128 sums_of_four(const __m512* vectors) {
 }
 #endif
 
-// Products of a query with `count` rows.
-void multiply(const float* query, const float* rows, int64_t count, int64_t size, float* products) {
+// Products of G queries with `count` rows; those of a query lie TILE apart. Rows are read once.
+template <int G>
+void multiply(const float* queries, const float* rows, int64_t count, int64_t size,
+              float* products) {
     int64_t i = 0;
 #ifdef __AVX512F__
     for (; i + 4 <= count && size % WIDE == 0; i += 4) {
-        __m512 sums[4] = {};
-        for (int64_t j = 0; j < size; j += WIDE)
-            for (int k = 0; k < 4; k++)
-                sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(query + j),
-                                          _mm512_loadu_ps(rows + (i + k) * size + j), sums[k]);
-        _mm_storeu_ps(products + i, sums_of_four(sums));
+        __m512 sums[G][4] = {};
+        for (int64_t j = 0; j < size; j += WIDE) {
+            __m512 own[4];
+            for (int k = 0; k < 4; k++) own[k] = _mm512_loadu_ps(rows + (i + k) * size + j);
+            for (int g = 0; g < G; g++) {
+                const __m512 query = _mm512_loadu_ps(queries + g * size + j);
+                for (int k = 0; k < 4; k++)
+                    sums[g][k] = _mm512_fmadd_ps(query, own[k], sums[g][k]);
+            }
+        }
+        for (int g = 0; g < G; g++) _mm_storeu_ps(products + g * TILE + i, sums_of_four(sums[g]));
     }
 #endif
-    for (; i < count; i++) {
-        float sum = 0;
-        for (int64_t j = 0; j < size; j++) sum += query[j] * rows[i * size + j];
-        products[i] = sum;
-    }
+    for (; i < count; i++)
+        for (int g = 0; g < G; g++) {
+            float sum = 0;
+            for (int64_t j = 0; j < size; j++) sum += queries[g * size + j] * rows[i * size + j];
+            products[g * TILE + i] = sum;
+        }
 }
 
-// Adds `count` weighted rows to `sums`, a block of channels after the other: one stays in registers.
+// Adds `count` rows to each of G sums, weighted by weights TILE apart. A few channels of all sums
+// stay in registers.
+template <int G>
 void add_rows(const float* weights, const float* rows, int64_t count, int64_t size, float* sums) {
-    constexpr int64_t BLOCK = 4 * WIDE;
+    constexpr int64_t VECTORS = 2;
     int64_t j = 0;
-    for (; j + BLOCK <= size; j += BLOCK) {
-        float block[BLOCK];
-        std::copy_n(sums + j, BLOCK, block);
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t k = 0; k < BLOCK; k++) block[k] += weights[i] * rows[i * size + j + k];
-        std::copy_n(block, BLOCK, sums + j);
+    for (; j + VECTORS * WIDE <= size; j += VECTORS * WIDE) {
+        Floats own[G][VECTORS];
+        for (int g = 0; g < G; g++)
+            for (int k = 0; k < VECTORS; k++) own[g][k] = loaded(sums + g * size + j + k * WIDE);
+        for (int64_t i = 0; i < count; i++) {
+            const float* row = rows + i * size + j;
+            for (int k = 0; k < VECTORS; k++) {
+                const Floats part = loaded(row + k * WIDE);
+                for (int g = 0; g < G; g++) own[g][k] += weights[g * TILE + i] * part;
+            }
+        }
+        for (int g = 0; g < G; g++)
+            for (int k = 0; k < VECTORS; k++) store(sums + g * size + j + k * WIDE, own[g][k]);
     }
     for (int64_t i = 0; i < count; i++)
-        for (int64_t k = j; k < size; k++) sums[k] += weights[i] * rows[i * size + k];
+        for (int g = 0; g < G; g++)
+            for (int64_t k = j; k < size; k++)
+                sums[g * size + k] += weights[g * TILE + i] * rows[i * size + k];
+}
+
+// Runs `run` for each few of a number of query heads: their first, and how many as a constant.
+template <class Run>
+void in_fews(int64_t count, Run run) {
+    int64_t first = 0;
+    for (; first + 4 <= count; first += 4) run(first, std::integral_constant<int, 4>{});
+    if (count - first == 3) run(first, std::integral_constant<int, 3>{});
+    if (count - first == 2) run(first, std::integral_constant<int, 2>{});
+    if (count - first == 1) run(first, std::integral_constant<int, 1>{});
 }
 
 // Cephes' expf of numbers up to 0; 0 below −87. Without branches, so that loops become vectors.
@@ -392,9 +444,11 @@ void attend_to_part(const float* query, int64_t groups, const Keys& keys, const 
     for (int64_t done = 0; done < count; done += TILE) {
         const int64_t now = std::min(TILE, count - done);
         keys.decode(key_first + done, now, tile);
+        in_fews(groups, [&](int64_t g, auto few) {
+            multiply<few>(query + g * keys.size, tile.rows, now, keys.size, &weights[g * TILE]);
+        });
         for (int64_t g = 0; g < groups; g++) {
             float* own = &weights[g * TILE];
-            multiply(query + g * keys.size, tile.numbers.data(), now, keys.size, own);
             for (int64_t i = 0; i < now; i++) own[i] *= tile.factors[i];
             logits(own, now);
             float highest = most[g];
@@ -402,6 +456,7 @@ void attend_to_part(const float* query, int64_t groups, const Keys& keys, const 
             for (int64_t i = 0; i < now; i++) highest = std::max(highest, own[i]);
             const float fade = exponential(most[g] - highest);
             float sum = total[g] * fade;
+#pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < now; i++) {
                 own[i] = exponential(own[i] - highest);
                 sum += own[i];
@@ -418,8 +473,10 @@ void attend_to_part(const float* query, int64_t groups, const Keys& keys, const 
                 own[i] *= tile.factors[i];
             }
             for (int64_t j = 0; j < values.size; j++) sums[j] += offset;
-            add_rows(own, tile.numbers.data(), now, values.size, sums);
         }
+        in_fews(groups, [&](int64_t g, auto few) {
+            add_rows<few>(&weights[g * TILE], tile.rows, now, values.size, mixed + g * values.size);
+        });
     }
     for (int64_t g = 0; g < groups; g++) {
         for (int64_t j = 0; j < values.size; j++) mixed[g * values.size + j] /= total[g];
@@ -591,7 +648,7 @@ void products_of_codes(const float* query, int64_t groups, const TokenKeys& keys
         const int64_t now = std::min(TILE, count - done);
         keys.decode(first + done, now, tile);
         for (int64_t g = 0; g < groups; g++) {
-            multiply(query + g * keys.size, tile.numbers.data(), now, keys.size, own);
+            multiply<1>(query + g * keys.size, tile.rows, now, keys.size, own);
             for (int64_t i = 0; i < now; i++) {
                 const float logit = own[i] * tile.factors[i];
                 logits[done + i] = g ? std::max(logits[done + i], logit) : logit;
@@ -657,6 +714,46 @@ void attend_to_rows(const float* query, const void* key_old, const void* key_new
     if (number == 0) run(float{});
     if (number == 1) run(Half{});
     if (number == 2) run(BFloat16{});
+}
+
+// As below, of raw entries: R segments in one piece, then the last of `slots` each in tails, of which
+// segment i has all but the first gaps[i]. Tails begin `room` rows apart.
+void attend_to_raw(const float* query, const void* key_old, const void* value_old,
+                   const int64_t* starts, const int64_t* lengths, const void* key_tail,
+                   const void* value_tail, const int64_t* gaps, float* out, float* lse,
+                   int64_t number, int64_t segments, int64_t groups, int64_t size,
+                   int64_t value_size, int64_t key_room, int64_t value_room, int64_t slots,
+                   float scale, float softcap, int64_t part_size, int64_t threads) {
+    const int64_t split = starts[segments - 1] + lengths[segments - 1], width = groups * value_size;
+    std::vector<int64_t> of_keys, of_values, counts;
+    std::vector<float> asked(2 * segments * groups * size), outs(2 * segments * width),
+        totals(2 * segments * groups);
+    for (int64_t s = 0; s < segments; s++) {
+        of_keys.insert(of_keys.end(), {starts[s], split + s * key_room + gaps[s]});
+        of_values.insert(of_values.end(), {starts[s], split + s * value_room + gaps[s]});
+        counts.insert(counts.end(), {lengths[s], slots - gaps[s]});
+        for (int half = 0; half < 2; half++)
+            std::copy_n(query + s * groups * size, groups * size, &asked[(2 * s + half) * groups * size]);
+    }
+    const auto run = [&](auto zero) {
+        using N = decltype(zero);
+        const RawPieces<N> keys{(const N*)key_old, (const N*)key_tail, split, size},
+            values{(const N*)value_old, (const N*)value_tail, split, value_size};
+        attend(asked.data(), {of_keys.data(), of_values.data(), counts.data(), 2 * segments, groups},
+               keys, values, {scale, softcap}, part_size, threads, outs.data(), totals.data());
+    };
+    if (number == 0) run(float{});
+    if (number == 1) run(Half{});
+    if (number == 2) run(BFloat16{});
+    for (int64_t s = 0; s < segments; s++)
+        for (int64_t g = 0; g < groups; g++) {
+            const float *a = &totals[2 * s * groups + g], *b = a + groups;
+            const float most = std::max(*a, *b), of_a = std::exp(*a - most), of_b = std::exp(*b - most);
+            const float *first = &outs[2 * s * width + g * value_size], *second = first + width;
+            lse[s * groups + g] = most + std::log(of_a + of_b);
+            for (int64_t j = 0; j < value_size; j++)
+                out[s * width + g * value_size + j] = (of_a * first[j] + of_b * second[j]) / (of_a + of_b);
+        }
 }
 
 // query [R, G, D], rotated as the keys are; out [R, G, Dv] and lse [R, G].

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over quantized entries, which are decoded a few at a time.
+"""Decode attention over raw entries, and over quantized ones, decoded a few at a time.
 
-Reference: plain attention over `PackedKeys.rows` and `PackedValues.rows`, or over
+Reference: plain attention over them, over `PackedKeys.rows` and `PackedValues.rows`, or over
 `RotatedKeys.decoded` and `TokenValues.decoded`.
 """
 
@@ -139,6 +139,45 @@ def attend_to_rows(
     )
     _note(query, size, lengths)
     return out.to(query.dtype), totals
+
+
+def attend_to_raw(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    gaps: tuple[int, ...],
+    scale: float,
+    softcap: float | None = None,
+    old: tuple[Flat, Flat] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_to_packed`, to raw entries: R segments of each of `old`, then tails.
+
+    Of the tails `keys [B, H, T, D]` and `values [B, H, T, Dv]` segment i reads all slots but the
+    first `gaps[i]`. All are of one dtype of `NUMBERS`; no segment is empty.
+    """
+    _, group, width = query.shape
+    batch, heads, slots, size = values.shape
+    of_keys, of_values = keys.stride(), values.stride()
+    apart = batch > 1 and (of_keys[0], of_values[0]) != (heads * of_keys[1], heads * of_values[1])
+    apart = apart or of_keys[1] % width + of_values[1] % size > 0
+    if apart or of_keys[2:] != (width, 1) or of_values[2:] != (size, 1):
+        keys, values = keys.contiguous(), values.contiguous()
+    rows: tuple[Tensor | int, ...] = (0, 0) if old is None else (old[0].rows, old[1].rows)
+    lengths = (0,) * len(gaps) if old is None else tuple(old[0].lengths)
+    out = torch.empty(len(gaps), group, size, dtype=torch.float32, device="cpu")
+    totals = torch.empty(len(gaps), group, dtype=torch.float32, device="cpu")
+    call(  # with few calls of Python: a step comes here in every layer
+        "attend_to_raw",
+        query.float().contiguous(),
+        *(*rows, starts_of(lengths), int64_of(lengths)),
+        *(keys.data_ptr(), values.data_ptr(), int64_of(gaps), out, totals, NUMBERS[keys.dtype]),
+        *(len(gaps), group, width, size),
+        *(keys.stride(1) // width, values.stride(1) // size, slots),
+        *(float(scale), float(softcap or 0.0), PART, torch.get_num_threads()),
+    )
+    read = sum(lengths) + slots * len(gaps) - sum(gaps)
+    note_operations(group * (width + size) * read)
+    return out, totals
 
 
 def _room(query: Tensor, value_size: int) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,12 @@ from kvfold.kernels.native.attention import (
     _table,
     attend_to_packed,
     attend_to_per_token,
+    attend_to_raw,
     find_cold,
 )
 from kvfold.kernels.native.library import library
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.kernels.views import Flat
 from kvfold.store.recalled import Recalling
 from tests.helpers.gpu_inputs import SCALE, assert_close, attended, noise, packed, segments
 
@@ -204,3 +206,70 @@ def test_entries_that_are_found_have_the_highest_products(groups, size, bits):
         chosen = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, found - first, True)
         assert products[chosen].min() > products[~chosen].max() - 1e-5 if not chosen.all() else True
         first += len(rows)
+
+
+# --- raw entries ---------------------------------------------------------------------------------
+
+
+def raw(lengths, size, value_size, dtype, *, batch=2, heads=3, room=50, slots=37):
+    """Segments of old entries, tails in wider buffers, and all entries of each segment."""
+    old, both = [], []
+    for seed, each in ((100, size), (200, value_size)):
+        segments_ = segments(lengths, each, seed, dtype)
+        tail = noise(batch, heads, room, each, seed=seed + 50, dtype=dtype)[:, :, :slots]
+        old.append(Flat.of(segments_))
+        both.append((segments_, tail))
+    return tuple(old), both
+
+
+def whole_of(both, gaps):
+    return [
+        [torch.cat([old, own[gap:]]) for old, own, gap in zip(*part, gaps, strict=True)]
+        for part in ((old, tail.flatten(0, 1)) for old, tail in both)
+    ]
+
+
+@GROUPS
+@SIZES
+@DTYPES
+@pytest.mark.parametrize("gaps", [(0,) * 6, (0, 36, 5, 0, 1, 20)], ids=["even", "uneven"])
+def test_raw_segments_and_their_tails_are_attended_to(groups, size, dtype, gaps):
+    lengths, softcap = [0, 1, 31, 32, 0, 300], 2.0 if groups == 3 else None
+    query = noise(6, groups, size, seed=1, dtype=dtype)
+    old, both = raw(lengths, size, size if groups == 1 else 40, dtype)
+    keys, values = both[0][1], both[1][1]
+    out, lse = attend_to_raw(query, keys, values, gaps, SCALE, softcap, old=old)
+    check(query, out.to(dtype), lse, attended(query, *whole_of(both, gaps), softcap))
+
+
+@pytest.mark.parametrize("size", [32, 40, 128])
+def test_dense_entries_are_attended_to_in_their_buffer(size):
+    query = noise(6, 3, size, seed=1)
+    _, both = raw([0] * 6, size, size, torch.float32)
+    keys, values = both[0][1], both[1][1]
+    expected = attended(query, *whole_of(both, (0,) * 6), None)
+    check(query, *attend_to_raw(query, keys, values, (0,) * 6, SCALE), expected)
+    # Rows that do not follow one another are copied.
+    apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (keys, values)]
+    check(query, *attend_to_raw(query, *apart, (0,) * 6, SCALE), expected)
+    first = attend_to_raw(query[:3], keys[:1], values[:1], (0,) * 3, SCALE)[0]
+    assert torch.equal(first, attend_to_raw(query, keys, values, (0,) * 6, SCALE)[0][:3])
+
+
+def test_long_raw_segments_give_the_same_bits_on_any_number_of_threads():
+    lengths, query, threads = (
+        [3 * PART - 1, 5, PART],
+        noise(3, 2, 32, seed=1),
+        torch.get_num_threads(),
+    )
+    old, both = raw(lengths, 32, 32, torch.float32, batch=1)
+    outs = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found = attend_to_raw(query, both[0][1], both[1][1], (0, 1, 2), SCALE, old=old)
+            check(query, *found, attended(query, *whole_of(both, (0, 1, 2)), None))
+            outs.append(found)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(out, outs[0][0]) for out, _ in outs)
