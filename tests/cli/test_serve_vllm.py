@@ -78,7 +78,6 @@ def test_parts_are_refused_with_what_replaces_them(engine):
         (("--method", "kivi:bits=4"), "stores entries encoded"),
         (("--method", "kvzip + match"), "an attention bias"),
         (("--method", "d2o"), "cannot be changed so: pages are made of many entries"),
-        (("--method", "criticalkv + adakv"), "cannot be changed so: pages fill up"),
         (("--method", "h2o", "--level", "mass"), "cannot be changed so: level makes one set"),
         (("--method", "kvzip + pages:size=16"), "vLLM's are of 32: take pages:size=32"),
         (("--method", "kvzip + pages", "--vllm", "--block-size 64"), "take pages:size=64"),
