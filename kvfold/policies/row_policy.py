@@ -84,7 +84,8 @@ class RowPolicy:
             window, width = state.observers.window.answer, queries.shape[2]
             window.clear()
             if width:
-                columns = torch.arange(stored.seen - width, stored.seen)[None]
+                first = stored.seen - width
+                columns = torch.arange(first, stored.seen, device=queries.device)[None]
                 window.add(queries, columns)
             call = AttentionCall(queries, keys[None], values[None], self._logits[layer])
             evict_round(state, call)
@@ -105,7 +106,7 @@ def _padded(heads: Sequence[Tensor], fill: int) -> Tensor:
 def _staying(state: ChoosingState, tokens: Sequence[Tensor]) -> list[Tensor]:
     """Indices among each head's entries that a layer keeps."""
     if state.chosen is None:
-        return [torch.arange(len(head)) for head in tokens]
+        return [torch.arange(len(head), device=head.device) for head in tokens]
     most = max(len(head) for head in tokens)
     return [
         slots[slots >= 0] - (most - len(head))

@@ -27,7 +27,7 @@ LIMITS = {
     "snapkv": 15,
     "snapkv + every": 16,
     "knorm": 15,
-    "adakv": 31,
+    "adakv": 33,
     "h2o": 28,
     "tova": 27,
     "d2o": 68,

@@ -156,12 +156,8 @@ def attend_to_raw(
     first `gaps[i]`. All are of one dtype of `NUMBERS`; no segment is empty.
     """
     _, group, width = query.shape
-    batch, heads, slots, size = values.shape
-    of_keys, of_values = keys.stride(), values.stride()
-    apart = batch > 1 and (of_keys[0], of_values[0]) != (heads * of_keys[1], heads * of_values[1])
-    apart = apart or of_keys[1] % width + of_values[1] % size > 0
-    if apart or of_keys[2:] != (width, 1) or of_values[2:] != (size, 1):
-        keys, values = keys.contiguous(), values.contiguous()
+    slots, size = values.shape[2:]
+    (keys, key_room), (values, value_room) = _in_rows(keys), _in_rows(values)
     rows: tuple[Tensor | int, ...] = (0, 0) if old is None else (old[0].rows, old[1].rows)
     lengths = (0,) * len(gaps) if old is None else tuple(old[0].lengths)
     out = torch.empty(len(gaps), group, size, dtype=torch.float32, device="cpu")
@@ -172,12 +168,24 @@ def attend_to_raw(
         *(*rows, starts_of(lengths), int64_of(lengths)),
         *(keys.data_ptr(), values.data_ptr(), int64_of(gaps), out, totals, NUMBERS[keys.dtype]),
         *(len(gaps), group, width, size),
-        *(keys.stride(1) // width, values.stride(1) // size, slots),
+        *(key_room, value_room, slots),
         *(float(scale), float(softcap or 0.0), PART, torch.get_num_threads()),
     )
     read = sum(lengths) + slots * len(gaps) - sum(gaps)
     note_operations(group * (width + size) * read)
     return out, totals
+
+
+def _in_rows(tails: Tensor) -> tuple[Tensor, int]:
+    """Tails `[B, H, T, D]` whose rows follow one another, and rows from one tail to the next."""
+    batch, heads, slots, size = tails.shape
+    of_batch, of_head, of_slot, of_number = tails.stride()
+    if heads == 1:
+        of_head = of_batch  # torch leaves the stride of a single head open
+    together = batch == 1 or of_batch == heads * of_head
+    if together and (of_slot, of_number) == (size, 1) and of_head % size == 0:
+        return tails, of_head // size
+    return tails.clone(memory_format=torch.contiguous_format), slots
 
 
 def _room(query: Tensor, value_size: int) -> tuple[Tensor, Tensor]:

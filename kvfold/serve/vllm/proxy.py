@@ -165,7 +165,7 @@ class Proxy:
         if given is None:
             return
         try:
-            AskedEviction.within(given, self.contexts.served_folder.paged)
+            AskedEviction.of_request(given, self.contexts.served_folder.paged)
         except KvfoldError as problem:
             code = "eviction_refused"
             raise ApiError(400, str(problem), code=code, param="kv_transfer_params") from problem

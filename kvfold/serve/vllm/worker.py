@@ -60,6 +60,7 @@ class WorkerSide:
         self._ring = QueryRing(meta_model.layers)
         self._readers: dict[str, QueryTail] = {}
         self.done: dict[str, EvictionDone] = {}  # since vLLM was told last
+        self._failing: set[str] = set()  # requests that could not be compressed, until they end
 
     def lay(self, step: EngineStep, layers: Mapping[int, Any]) -> list[int]:
         """Notes where requests have pages of single heads, and evicts from vLLM's `layers`.
@@ -69,17 +70,20 @@ class WorkerSide:
         for name in step.gone:
             self._layouts.pop(name, None)
             self._rows.pop(name, None)
+            self._failing.discard(name)
             self._unwatch(name)
         for name, own in step.laid.items():
             pages = own.pages.of_heads(self.ranks.own)
             self._layouts[name] = Layout.of(pages, own.blocks, own.replaced, _slabs(layers))
         failed = {name for name in step.evictions if not self._evict(name, step, layers)}
+        self._failing |= failed
         for name, count in step.watched.items():
             if count and name not in self._readers:
                 self._readers[name] = self._ring.take(count)
         _name_blocks(RUNNING, self._layouts, step.writing)
         _name_blocks(WATCHED, self._readers, step.writing)
-        return [block for block, name in step.writing.items() if name in failed]
+        # vLLM looks at blocks that held a token before the step: one that begins now fails later.
+        return [block for block, name in step.writing.items() if name in self._failing]
 
     def _evict(self, name: str, step: EngineStep, layers: Mapping[int, Any]) -> bool:
         """Copies what stays of a request; False if that failed."""

@@ -10,6 +10,8 @@ import torch
 
 from kvfold import ContextFileError, KvfoldError
 from kvfold.contexts.files.format import opened
+from kvfold.serve.vllm.evictions.asked import AskedEviction
+from kvfold.serve.vllm.evictions.schedule import EvictionOrder
 from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.head_pages.layout import RUNNING
 from kvfold.serve.vllm.scheduler import EngineStep, OwnPages
@@ -227,3 +229,31 @@ def test_a_rank_lays_the_pages_of_its_own_heads(served_folder, meta_model, uneve
         worker_side.lay(EngineStep(laid={"a": own}, writing={0: "a"}), layers_of(1))
         assert RUNNING[0].counts[:, 0].tolist() == [of[rank] for of in uneven.pages.of_layers]
         worker_side.lay(EngineStep(gone=["a"]), {})
+
+
+# --- evictions -----------------------------------------------------------------------------------
+
+
+class Failing:
+    """An evicted row that cannot be made smaller."""
+
+    def __init__(self, *_: object) -> None:
+        self.layout = None
+
+    def evict(self, order: object, queries: object) -> bool:
+        raise KvfoldError("out of luck")
+
+
+def test_a_request_that_cannot_be_compressed_fails_until_it_ends(
+    served_folder, meta_model, monkeypatch
+):
+    """vLLM does not look at a block that begins in this step: 64 tokens of 16 were read."""
+    monkeypatch.setattr("kvfold.serve.vllm.worker.EvictedRow", Failing)
+    worker_side, layers = worker_side_of(served_folder, meta_model), layers_of(2)
+    asked = AskedEviction.of({"method": "knorm", "budget": 0.5}, BLOCK)
+    order = EvictionOrder(asked, 0, 64, 0, [1, 2, 3, 4], [9, 10], None)
+    writing = {5: "a", 7: "b"}
+    assert worker_side.lay(EngineStep(evictions={"a": order}, writing=writing), layers) == [5]
+    assert worker_side.lay(EngineStep(writing=writing), layers) == [5]
+    assert worker_side.lay(EngineStep(gone=["a"], writing=writing), layers) == []
+    assert worker_side.done == {}

@@ -21,6 +21,7 @@ from kvfold.serve.vllm.export import Paged
 # Key of vLLM's `kv_transfer_params`: {"method": "snapkv", "budget": 0.25, "every": 128}
 EVICT = "kvfold"
 NAMES = {"method", "budget", "every"}
+LONGEST = 500  # characters of a method's text, which vLLM's scheduler reads between two steps
 UNABLE = (
     "vLLM evicts on a CPU, or on a GPU with --untested-gpu, with entries of the model's own dtype"
 )
@@ -65,6 +66,10 @@ class AskedEviction:
         method, budget, every = given["method"], given.get("budget"), given.get("every")
         if not isinstance(method, str):
             raise KvfoldError(f"a method is a text such as 'snapkv', not {method!r}")
+        if len(method) > LONGEST:
+            raise KvfoldError(
+                f"a method's text has at most {LONGEST} characters, not {len(method)}"
+            )
         made = parse(method)
         if every is not None:
             if not isinstance(every, int) or every < 1:
@@ -85,6 +90,17 @@ class AskedEviction:
         if paged is None:
             raise KvfoldError(UNABLE)
         return cls.of(given, paged.block)
+
+    @classmethod
+    def of_request(cls, given: Any, paged: Paged | None) -> AskedEviction:
+        """As `within`; KvfoldError for a method with a file: clients open none of the server's."""
+        found = cls.within(given, paged)
+        if "file=" in found.method:
+            raise KvfoldError(
+                f"{found.method} reads a file of the server: the server can be started with it as "
+                "--method, and a request leaves it out"
+            )
+        return found
 
     @property
     def policy(self) -> Policy:
@@ -118,10 +134,14 @@ class AskedEviction:
             raise KvfoldError(f"{self.method} moves keys, which vLLM's pages do not: take another")
         checked_budget(self.policy.method, self.budget, self.policy.stages.forced.least)
 
+    def window(self, tokens: int) -> int:
+        """Last tokens whose queries the method reads at most, of a prompt of `tokens`."""
+        wanted = self.policy.needs.queries
+        return tokens if wanted == "all" else wanted
+
     def queries(self, tokens: int) -> int:
         """Last tokens of a prompt whose queries the method reads."""
-        wanted = self.policy.needs.queries
-        return tokens if wanted == "all" else min(wanted, tokens)
+        return min(self.window(tokens), tokens)
 
     def blocks(self, tokens: int, shape: Shape) -> int:
         """Blocks that hold what is kept of a prompt, at most; 0 where nothing ever leaves.
@@ -145,7 +165,8 @@ class AskedEviction:
         if not isinstance(stages.allocate, Across):
             schedule: Any = stages.allocate
             sizes = [(size, 1) for size in schedule(total, seen, layers)]
-        if not fits and max(min(size // of for size, of in sizes), least) * heads < shape.block:
+        leaves = not fits or self.every is not None
+        if leaves and max(min(size // of for size, of in sizes), least) * heads < shape.block:
             return self._too_little(shape)
         of_heads = -(-least // shape.block)
         pages = sum(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.policies import Prefill, Rope
 from kvfold.policies.row_policy import RowPolicy, StoredRow
 from kvfold.serve.vllm.evictions.asked import AskedEviction
@@ -49,7 +49,13 @@ class EvictedRow:
         """
         after = order.blocks[self._replaced - order.first :]
         stored = self._stored(after, order.tokens, queries)
-        kept = self._policy.round(stored) if self._read else self._of_prompt(stored, order)
+        try:
+            kept = self._policy.round(stored) if self._read else self._of_prompt(stored, order)
+        except BudgetError:
+            budget = self._policy.budget
+            if budget is not None and budget.kind != "ratio":
+                raise
+            kept = None  # what is to be kept fills less than a page in some layer
         self._read = True
         if kept is None:
             return False

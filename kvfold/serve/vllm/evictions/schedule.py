@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.evictions.asked import EVICT, AskedEviction, Shape
+from kvfold.serve.vllm.export import Paged
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class EvictionSchedule:
     def __init__(self, default: AskedEviction | None, shape: Shape) -> None:
         self.default, self.shape = default, shape
         self.manager: Any = None  # vLLM's, bound once the scheduler has made it
-        self._asked: dict[str, AskedEviction] = {}
+        self._asked: dict[str, tuple[Any, AskedEviction]] = {}  # requests, and what they ask
         self._wrong: dict[str, KvfoldError] = {}
         self._evicting: dict[str, Evicting] = {}
         self._anew: dict[str, int] = {}  # times that a request was read anew
         self._admissions = count()
         self._counts = EvictionCounts()
+        self._fresh: set[str] = set()  # admitted since the last step
 
     def arrived(self, request: Any, *, plain: bool) -> None:
         """Notes what a new request asks; one that is not `plain`, as it has a context, nothing."""
@@ -91,12 +93,14 @@ class EvictionSchedule:
         try:
             if given is not None and not plain:
                 raise KvfoldError(f"a context was compressed already: leave {EVICT!r} out")
-            found = self.default if given is None else AskedEviction.of(given, self.shape.block)
+            found = self.default
+            if given is not None:
+                found = AskedEviction.of_request(given, Paged(self.shape.block, self.shape.ranks))
         except KvfoldError as problem:
             self._wrong[name] = problem
             return
         if found is not None and plain and request.sampling_params is not None:
-            self._asked[name] = found
+            self._asked[name] = request, found
             self._shorten_hits(request, found)
 
     def check(self, request: Any) -> None:
@@ -120,10 +124,11 @@ class EvictionSchedule:
     def admitted(self, request: Any) -> None:
         """Takes the targets of a request that vLLM has given blocks."""
         name = request.request_id
-        eviction = self._asked.get(name)
-        if eviction is None:
+        if name not in self._asked:
             return
+        eviction = self._asked[name][1]
         self._release(name)
+        self._fresh.add(name)
         blocks = eviction.blocks(request.num_tokens, self.shape)
         if blocks:
             targets = self._pool.get_new_blocks(blocks)
@@ -134,14 +139,17 @@ class EvictionSchedule:
     def preempted(self, names: set[str]) -> list[str]:
         """Gives targets back; the names of requests that are read anew, from their first token."""
         found = []
-        for name in names & self._evicting.keys():
-            of = self._evicting[name]
-            if of.request.num_output_tokens:
+        for name in names & self._asked.keys():
+            request, eviction = self._asked[name]
+            if request.num_output_tokens:
                 self._anew[name] = self._anew.get(name, 0) + 1
                 self._counts.read_anew += 1
-            self._shorten_hits(of.request, of.eviction, of.exact)
-            self._release(name)
             found.append(name)
+            if name not in self._fresh:  # else vLLM has admitted it again already
+                of = self._evicting.get(name)
+                self._shorten_hits(request, eviction, None if of is None else of.exact)
+                self._release(name)
+        self._fresh.clear()
         return found
 
     @property
@@ -154,12 +162,17 @@ class EvictionSchedule:
         found = {}
         for name in self._evicting.keys() & scheduled.keys():
             of = self._evicting[name]
-            if of.due is not None and of.request.num_computed_tokens >= of.due:
+            if of.due is None:
+                continue
+            computed = of.request.num_computed_tokens
+            if computed >= of.due:
                 found[name] = self._order(name, of, of.due)
                 of.exact = of.due if of.exact is None else of.exact
                 every = of.eviction.every
                 of.due = None if every is None else of.due + every
-                _keep_apart(of.request, len(of.request.block_hashes) - 1)
+            elif of.exact is None and computed + scheduled[name] >= of.due:
+                # Later blocks are read after the eviction. vLLM hashes the next one before that.
+                _keep_apart(of.request, of.due // self.shape.block - 1)
         return found
 
     def _order(self, name: str, of: Evicting, tokens: int) -> EvictionOrder:
@@ -177,7 +190,7 @@ class EvictionSchedule:
             if of.due is not None:
                 count = of.eviction.queries(of.due)
                 if of.request.num_computed_tokens + scheduled[name] > of.due - count:
-                    found[name] = count
+                    found[name] = of.eviction.window(of.due)
         return found
 
     def copied(self, done: Mapping[str, EvictionDone]) -> None:
@@ -209,7 +222,7 @@ class EvictionSchedule:
     def ended(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request that has ended; what its answer says of evictions, None: nothing."""
         name = request.request_id
-        asked, anew = self._asked.pop(name, None), self._anew.pop(name, 0)
+        asked, anew = self._asked.pop(name, (None, None))[1], self._anew.pop(name, 0)
         self._wrong.pop(name, None)
         of = self._evicting.get(name)
         self._release(name)
@@ -228,7 +241,7 @@ class EvictionSchedule:
     def _needed(self, request: Any) -> tuple[int, int]:
         """Blocks of a request's prompt, and of what is kept of it."""
         tokens = request.num_tokens
-        targets = self._asked[request.request_id].blocks(tokens, self.shape)
+        targets = self._asked[request.request_id][1].blocks(tokens, self.shape)
         return tokens // self.shape.block + 1, targets
 
     def _shorten_hits(

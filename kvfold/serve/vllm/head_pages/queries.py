@@ -61,8 +61,8 @@ class QueryTail:
         return self.first + torch.arange(start, stop) % self.count
 
     def stacked(self, seen: int) -> list[Tensor]:
-        """Queries `[Hq, W, D]` of each layer, of the last tokens of `seen`."""
-        return self.ring.read(self.rows(seen - self.count, seen))
+        """Queries `[Hq, W, D]` of each layer, of the last tokens of `seen`, W at most `count`."""
+        return self.ring.read(self.rows(max(0, seen - self.count), seen))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from kvfold.methods.base import Method, Needs, Stages, register
 from kvfold.observers.stored import TokenIds
 from kvfold.policies.row_policy import RowPolicy
 from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
+from kvfold.serve.vllm.export import Paged
 from tests.helpers.registry import registry_restored
 from tests.helpers.rows import SIZE, RandomRow
 
@@ -55,6 +56,7 @@ def test_a_method_with_rounds_of_its_own_keeps_them():
 
 REFUSED = [
     (None, "takes a method, its budget"),
+    ({"method": "a" * 100_000, "budget": 0.5}, "at most 500 characters, not 100000"),
     ("snapkv", "takes a method, its budget"),
     ({}, "takes a method, its budget"),
     ({"budget": 0.5}, "takes a method, its budget"),
@@ -129,6 +131,22 @@ def test_queries_that_are_read():
     everything = AskedEviction.of({"method": "expected_attention", "budget": 0.5}, BLOCK)
     assert everything.queries(100) == 100
     assert AskedEviction.of({"method": "knorm", "budget": 0.5}, BLOCK).queries(100) == 0
+
+
+def test_a_request_names_no_file_of_the_server():
+    given = {"method": f"snapkv + curve:file={FOLDER}/curve.safetensors", "budget": 0.5}
+    assert AskedEviction.within(given, Paged(BLOCK)).method.startswith("snapkv + curve:file=")
+    with pytest.raises(KvfoldError, match="reads a file of the server"):
+        AskedEviction.of_request(given, Paged(BLOCK))
+    plain = {"method": "snapkv", "budget": 0.5}
+    assert AskedEviction.of_request(plain, Paged(BLOCK)).method == "snapkv + pages:size=16"
+
+
+def test_a_budget_of_tokens_below_a_page_fails_before_its_first_round():
+    shape = Shape(layers=2, heads=2, entry_bytes=64, block=32)
+    few = AskedEviction.of({"method": "knorm", "budget": 15, "every": 32}, 32)
+    with pytest.raises(BudgetError, match="less than a page of 32 in some layer"):
+        few.blocks(5, shape)
 
 
 def test_blocks_by_hand():

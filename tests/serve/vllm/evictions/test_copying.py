@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.policies.row_policy import RowPolicy
 from kvfold.serve.vllm.evictions.asked import AskedEviction, Shape
 from kvfold.serve.vllm.evictions.copying import EvictedRow
@@ -192,6 +192,20 @@ def test_where_everything_stays_nothing_is_copied():
     for old, layer in zip(before, layers.values(), strict=True):
         assert torch.equal(old, layer.kv_cache)
     assert row.evict(order_of(eviction, TOKENS + 40, 0, [*TARGETS, 0, 10, 13]), None)
+
+
+def test_a_round_whose_part_fills_no_page_leaves_everything():
+    eviction = AskedEviction.of({"method": "knorm", "budget": 0.3, "every": 3}, BLOCK)
+    random_row = RandomRow.of(LAYERS, HEADS, 20, 20 + 60, 0)
+    layers = in_vllm(random_row)
+    row = EvictedRow(eviction, layers, None, BLOCK, ALONE)
+    for tokens in range(20, 80, 3):
+        first = 0 if row.layout is None else row.layout.replaced
+        row.evict(order_of(eviction, tokens, first), None)  # raises nothing
+    few = AskedEviction.of({"method": "knorm", "budget": 3, "every": 3}, BLOCK)
+    row = EvictedRow(few, in_vllm(random_row), None, BLOCK, ALONE)
+    with pytest.raises(BudgetError, match="fill 0 pages"):
+        row.evict(order_of(few, 20), None)
 
 
 def test_more_than_the_targets_hold_is_refused_before_it_is_written():

@@ -27,12 +27,14 @@ def free(schedule: EvictionSchedule) -> int:
 
 
 def admit(schedule: EvictionSchedule, request: FakeRequest) -> None:
-    """A request arrives, and gets the blocks of its prompt."""
+    """A request arrives, gets the blocks of its prompt, and reads it in a step."""
     schedule.arrived(request, plain=True)
     schedule.check(request)
     assert not schedule.waits(request)
     schedule.manager.hold(request, request.num_tokens, BLOCK)
     schedule.admitted(request)
+    assert schedule.preempted(set()) == []
+    assert schedule.orders({request.request_id: request.num_tokens}) == {}
 
 
 def write(schedule: EvictionSchedule, request: FakeRequest, computed: int) -> None:
@@ -249,16 +251,48 @@ def test_without_a_window_it_finds_the_whole_prompt():
     assert request.block_hashes == before
 
 
-def test_blocks_after_an_eviction_are_never_shared():
-    requests = [request_of(name, 100, BLOCK, method="knorm", budget=0.5) for name in "ab"]
+@pytest.mark.parametrize("tokens", [95, 96, 100])
+def test_blocks_after_an_eviction_are_never_shared(tokens):
+    """vLLM hashes a block that the first answer token fills before it is read."""
+    requests = [request_of(name, tokens, BLOCK, method="knorm", budget=0.5) for name in "ab"]
+    last = tokens // BLOCK - 1
     for request in requests:
-        schedule = schedule_of()
-        admit(schedule, request)
-        write(schedule, request, 100)
-        schedule.orders({request.request_id: 1})
+        admit(schedule_of(), request)
     first, second = (request.block_hashes for request in requests)
-    assert first[:5] == second[:5]
-    assert first[5] != second[5]  # hashes of later blocks follow from this one
+    assert len(first) == last + 1 and first[:last] == second[:last]
+    assert first[last] != second[last]  # hashes of later blocks follow from this one
+
+
+def test_one_that_stayed_whole_is_read_anew_too():
+    schedule, request = schedule_of(), request_of("a", 10, BLOCK, **HALF)
+    admit(schedule, request)
+    assert schedule.requests == {} and free(schedule) == 40 - 1
+    write(schedule, request, 40)
+    schedule.manager.give_back(request)
+    request.num_computed_tokens = 0
+    before = list(request.block_hashes)
+    assert schedule.preempted({"a"}) == ["a"]
+    assert schedule.take_counts().read_anew == 1
+    window = request.num_tokens - 8
+    assert request.block_hashes[: window // BLOCK] == before[: window // BLOCK]
+    assert schedule.ended(request)["read_anew"] == 1
+
+
+def test_one_that_is_admitted_in_the_step_of_its_preemption_keeps_its_targets():
+    schedule, request = schedule_of(), request_of("a", 100, BLOCK, **HALF)
+    admit(schedule, request)
+    write(schedule, request, 100)
+    schedule.orders({"a": 1})
+    schedule.manager.give_back(request)
+    request.num_computed_tokens = 0
+    schedule.manager.hold(request, request.num_tokens, BLOCK)
+    schedule.admitted(request)
+    assert schedule.preempted({"a"}) == ["a"] and set(schedule.requests) == {"a"}
+    schedule.copied({"a": EvictionDone(0, 6, 2)})  # of the admission before
+    write(schedule, request, request.num_tokens)
+    assert schedule.orders({"a": 1})["a"].admission == 1
+    schedule.manager.give_back(request)
+    assert schedule.ended(request)["read_anew"] == 1 and free(schedule) == 40
 
 
 def test_what_a_preempted_request_wrote_is_not_shared_either():

@@ -70,3 +70,14 @@ def test_rows_are_taken_again():
     ring.give_back(first)
     assert ring.take(4).first == 0
     assert WATCHED == {}
+
+
+def test_a_text_shorter_than_its_tail_has_fewer_queries():
+    """And gets more of them as it is written."""
+    tail = QueryRing(LAYERS).take(8)
+    queries = torch.randn(LAYERS, 20, HEADS, SIZE)
+    for seen in range(1, 20):
+        for layer in range(LAYERS):
+            tail.ring.write(layer, tail.rows(seen - 1, seen), queries[layer, seen - 1 : seen])
+        for found, whole in zip(tail.stacked(seen), queries, strict=True):
+            assert torch.equal(found, whole[max(0, seen - 8) : seen].transpose(0, 1))
