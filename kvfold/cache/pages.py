@@ -21,10 +21,10 @@ def in_pages(
 ) -> list[Chosen | None]:
     """The entries that layers sized together keep in pages of `size`; None where all stay.
 
-    `own` is each layer's own choice of entries at `positions [B, H, T]`, −1
-    for padding, of `seen [B]` tokens. The last `seen % size` of these, the rest, stay beside the
-    pages. A row that keeps everything is left as it is. Raises BudgetError for a row of which
-    entries leave, and whose own entries fill fewer pages than there are layers.
+    `own` is each layer's own choice of entries at `positions [B, H, T]`, −1 for padding, of
+    `seen [B]` tokens. The last `seen % size` of these, the rest, stay beside the pages. A row that
+    keeps everything is left as it is. Raises BudgetError for a row of which entries leave, and
+    whose own entries fill fewer pages than there are layers.
     """
     rests = [_rest(*of_layer, size) for of_layer in zip(positions, seen, strict=True)]
     counts = [(each.slots >= 0).sum(-1) for each in own]

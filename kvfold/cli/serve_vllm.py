@@ -47,9 +47,9 @@ def serve(
     `body` bounds requests, in bytes. With a `method`, prompts are evicted from to `budget` inside
     vLLM, again after each `every` generated tokens. Texts of requests are compressed so on arrival,
     levelled by the rule `level`, and `contexts` of them kept. `untested_gpu` lets heads have pages
-    of their own on a GPU. Raises KvfoldError without a folder
-    and a method that evicts inside vLLM, for a missing package, another version of vLLM, a method
-    whose texts vLLM cannot hold or an unsupported model, and if vLLM ends.
+    of their own on a GPU. Raises KvfoldError without a folder and a method that evicts inside vLLM,
+    for a missing package, another version of vLLM, a method whose texts vLLM cannot hold or an
+    unsupported model, and if vLLM ends.
     """
     _check_packages()
     if method is None and any(each is not None for each in (budget, level, every)):

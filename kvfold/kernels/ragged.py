@@ -164,9 +164,9 @@ def _raw(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitO
         keys.tail,
         values.tail,
         keys.gaps,
+        (old_keys, old_values),
         options["scale"],
         options.get("softcap"),
-        old=(old_keys, old_values),
     )
     sink_logits = options.get("sink_logits")
     if sink_logits is not None:

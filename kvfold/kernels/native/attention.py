@@ -146,9 +146,9 @@ def attend_to_raw(
     keys: Tensor,
     values: Tensor,
     gaps: tuple[int, ...],
+    old: tuple[Flat, Flat],
     scale: float,
     softcap: float | None = None,
-    old: tuple[Flat, Flat] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend_to_packed`, to raw entries: R segments of each of `old`, then tails.
 
@@ -158,14 +158,13 @@ def attend_to_raw(
     _, group, width = query.shape
     slots, size = values.shape[2:]
     (keys, key_room), (values, value_room) = _in_rows(keys), _in_rows(values)
-    rows: tuple[Tensor | int, ...] = (0, 0) if old is None else (old[0].rows, old[1].rows)
-    lengths = (0,) * len(gaps) if old is None else tuple(old[0].lengths)
+    lengths = tuple(old[0].lengths)
     out = torch.empty(len(gaps), group, size, dtype=torch.float32, device="cpu")
     totals = torch.empty(len(gaps), group, dtype=torch.float32, device="cpu")
     call(  # with few calls of Python: a step comes here in every layer
         "attend_to_raw",
         query.float().contiguous(),
-        *(*rows, starts_of(lengths), int64_of(lengths)),
+        *(old[0].rows, old[1].rows, starts_of(lengths), int64_of(lengths)),
         *(keys.data_ptr(), values.data_ptr(), int64_of(gaps), out, totals, NUMBERS[keys.dtype]),
         *(len(gaps), group, width, size),
         *(key_room, value_room, slots),

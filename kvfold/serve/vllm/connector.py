@@ -200,7 +200,7 @@ class KvfoldConnector(KVConnectorBase_V1):
         if own != {cache.data_ptr() for cache in kv_caches.values()}:
             raise KvfoldError("vLLM has one connector in a process: end the other vLLM first")
         if self._paged is not None:
-            Slabs.of([self._layers[number].kv_cache for number in sorted(self._layers)])
+            Slabs.of(self._layers)
             check_contents(self._layers[0], self._paged.block)
 
     def build_connector_worker_meta(self) -> Copied | None:

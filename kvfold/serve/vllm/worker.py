@@ -18,12 +18,7 @@ from kvfold.serve.vllm.evictions.copying import EvictedRow
 from kvfold.serve.vllm.evictions.rank_heads import RankHeads
 from kvfold.serve.vllm.evictions.schedule import EvictionDone
 from kvfold.serve.vllm.export import LayerPages, pages
-from kvfold.serve.vllm.head_pages.layout import (
-    RUNNING,
-    Layout,
-    Slabs,
-    all_pages,
-)
+from kvfold.serve.vllm.head_pages.layout import RUNNING, Layout, Slabs, all_pages
 from kvfold.serve.vllm.head_pages.queries import WATCHED, QueryRing, QueryTail
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedFolder, salt
@@ -74,9 +69,8 @@ class WorkerSide:
             self._unwatch(name)
         for name, own in step.laid.items():
             pages = own.pages.of_heads(self.ranks.own)
-            self._layouts[name] = Layout.of(pages, own.blocks, own.replaced, _slabs(layers))
-        failed = {name for name in step.evictions if not self._evict(name, step, layers)}
-        self._failing |= failed
+            self._layouts[name] = Layout.of(pages, own.blocks, own.replaced, Slabs.of(layers))
+        self._failing |= {name for name in step.evictions if not self._evict(name, step, layers)}
         for name, count in step.watched.items():
             if count and name not in self._readers:
                 self._readers[name] = self._ring.take(count)
@@ -121,7 +115,7 @@ class WorkerSide:
         layout = None
         if load.pages is not None:
             own = load.pages.of_heads(self.ranks.own)
-            layout = Layout.of(own, load.blocks, 0, _slabs(layers))
+            layout = Layout.of(own, load.blocks, 0, Slabs.of(layers))
         for page in self._pages(load):
             if page.layer not in layers:
                 raise KvfoldError(f"vLLM has no attention layer {page.layer}")
@@ -168,10 +162,6 @@ class WorkerSide:
         self._tails[load.salt] = tails
         while len(self._tails) > REMEMBERED:
             self._tails.popitem(last=False)
-
-
-def _slabs(layers: Mapping[int, Any]) -> Slabs:
-    return Slabs.of([layers[number].kv_cache for number in range(len(layers))])
 
 
 def _name_blocks(named: dict[int, Of], of: Mapping[str, Of], writing: Mapping[int, str]) -> None:

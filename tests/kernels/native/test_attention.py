@@ -238,32 +238,33 @@ def test_raw_segments_and_their_tails_are_attended_to(groups, size, dtype, gaps)
     query = noise(6, groups, size, seed=1, dtype=dtype)
     old, both = raw(lengths, size, size if groups == 1 else 40, dtype)
     keys, values = both[0][1], both[1][1]
-    out, lse = attend_to_raw(query, keys, values, gaps, SCALE, softcap, old=old)
+    out, lse = attend_to_raw(query, keys, values, gaps, old, SCALE, softcap)
     check(query, out.to(dtype), lse, attended(query, *whole_of(both, gaps), softcap))
 
 
 @pytest.mark.parametrize("size", [32, 40, 128])
 def test_dense_entries_are_attended_to_in_their_buffer(size):
     query = noise(6, 3, size, seed=1)
-    _, both = raw([0] * 6, size, size, torch.float32)
+    old, both = raw([0] * 6, size, size, torch.float32)
     keys, values = both[0][1], both[1][1]
     expected = attended(query, *whole_of(both, (0,) * 6), None)
-    check(query, *attend_to_raw(query, keys, values, (0,) * 6, SCALE), expected)
-    first = attend_to_raw(query[:3], keys[:1], values[:1], (0,) * 3, SCALE)[0]
-    assert torch.equal(first, attend_to_raw(query, keys, values, (0,) * 6, SCALE)[0][:3])
+    check(query, *attend_to_raw(query, keys, values, (0,) * 6, old, SCALE), expected)
+    half = tuple(Flat(part.rows, part.lengths[:3]) for part in old)
+    first = attend_to_raw(query[:3], keys[:1], values[:1], (0,) * 3, half, SCALE)[0]
+    assert torch.equal(first, attend_to_raw(query, keys, values, (0,) * 6, old, SCALE)[0][:3])
 
 
 @pytest.mark.parametrize("batch, heads", [(3, 1), (1, 1), (1, 3), (3, 2)])
 def test_rows_that_do_not_follow_one_another_are_copied(batch, heads):
     """Also where torch calls them contiguous, as one head has no stride of its own."""
     query = noise(batch * heads, 2, 32, seed=1)
-    _, both = raw([0] * batch * heads, 32, 32, torch.float32, batch=batch, heads=heads)
+    old, both = raw([0] * batch * heads, 32, 32, torch.float32, batch=batch, heads=heads)
     keys, values = both[0][1], both[1][1]
     expected = attended(query, *whole_of(both, (0,) * batch * heads), None)
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3), (0, 1, 3, 2)):
         back = [order.index(axis) for axis in range(4)]
         laid = [part.permute(order).contiguous().permute(back) for part in (keys, values)]
-        check(query, *attend_to_raw(query, *laid, (0,) * batch * heads, SCALE), expected)
+        check(query, *attend_to_raw(query, *laid, (0,) * batch * heads, old, SCALE), expected)
 
 
 def test_long_raw_segments_give_the_same_bits_on_any_number_of_threads():
@@ -277,7 +278,7 @@ def test_long_raw_segments_give_the_same_bits_on_any_number_of_threads():
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found = attend_to_raw(query, both[0][1], both[1][1], (0, 1, 2), SCALE, old=old)
+            found = attend_to_raw(query, both[0][1], both[1][1], (0, 1, 2), old, SCALE)
             check(query, *found, attended(query, *whole_of(both, (0, 1, 2)), None))
             outs.append(found)
     finally:

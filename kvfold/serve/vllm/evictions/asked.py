@@ -12,6 +12,7 @@ from kvfold.budget import Budget
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Measured, parse, with_part
+from kvfold.methods.description import files_of
 from kvfold.methods.every import Every
 from kvfold.methods.pages import Pages
 from kvfold.methods.stages.when import Once
@@ -95,7 +96,7 @@ class AskedEviction:
     def of_request(cls, given: Any, paged: Paged | None) -> AskedEviction:
         """As `within`; KvfoldError for a method with a file: clients open none of the server's."""
         found = cls.within(given, paged)
-        if "file=" in found.method:
+        if files_of(found.policy.method):
             raise KvfoldError(
                 f"{found.method} reads a file of the server: the server can be started with it as "
                 "--method, and a request leaves it out"

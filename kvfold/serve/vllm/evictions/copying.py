@@ -35,7 +35,7 @@ class EvictedRow:
         ranks: RankHeads,
     ) -> None:
         self.layers, self.rope, self.block, self.ranks = layers, rope, block, ranks
-        self._slabs = Slabs.of([layers[number].kv_cache for number in range(len(layers))])
+        self._slabs = Slabs.of(layers)
         self.layout: Layout | None = None
         self.blocks = 0  # that hold the pages, of the largest rank
         self._policy = RowPolicy(eviction.policy, eviction.budget)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +39,12 @@ class Slabs:
     heads: int
 
     @classmethod
-    def of(cls, caches: Sequence[Tensor]) -> Slabs:
-        """Those of the layers' `caches [blocks, H, block, …]`; KvfoldError for others."""
+    def of(cls, layers: Mapping[int, Any]) -> Slabs:
+        """Those of vLLM's attention `layers`, by index; KvfoldError if they lie otherwise.
+
+        Their caches are `[blocks, H, block, …]`.
+        """
+        caches = [layers[number].kv_cache for number in range(len(layers))]
         found = cls(len(caches), *caches[0].shape[:2])
         start, step = caches[0].data_ptr(), caches[0].nbytes
         if not all(
@@ -119,11 +124,6 @@ class Layout:
         counts = torch.tensor(pages.of_layers, dtype=torch.int32)
         ends = counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts)
         return cls(slabs.pages(blocks), ends - counts, counts, replaced)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that hold all pages."""
-        return -(-int(self.counts.sum()) // self.counts.numel())
 
     def pages(self, layer: int, first: int = 0) -> Tensor:
         """Numbers of a layer's pages, head after head, int32, without the `first` of all layers."""
