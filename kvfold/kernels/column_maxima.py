@@ -15,9 +15,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from kvfold.kernels.dispatch import columns_in_cpp
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native import columns as native
 from kvfold.kernels.partial_attention import PartOutput
-from kvfold.kernels.query_blocks import BLOCK, AttentionBlocks, Block, spans
+from kvfold.kernels.query_blocks import AttentionBlocks, Block, spans
 
 
 def attend_with_column_maxima(
@@ -36,18 +38,22 @@ def attend_with_column_maxima(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T.
 
-    Fills `part`, except in two separate passes, whose weights are not known, and in half precision,
-    where an output is too coarse to take a part of it away.
+    Fills `part`, except in half precision, where an output is too coarse to take a part of it away.
     """
+    if part is None and columns_in_cpp(query, key, value, mask, **options):
+        out, maxima = native.column_maxima(
+            query,
+            key,
+            value,
+            scale=options["scale"],
+            scored=scored,
+            counted=counted,
+            row_weights=row_weights,
+            column_weights=column_weights,
+            rms=rms,
+        )
+        return out, _root_of_mean(maxima, query, counted) if rms else maxima
     by_group = None if column_weights is None else column_weights.unflatten(1, (key.shape[1], -1))
-    scale = options["scale"]
-    bare = options.get("softcap") is None and options.get("sink_logits") is None
-    plain = bare and counted is None
-    # Two separate passes read the scored keys twice: faster while these are under half of all.
-    if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
-        maxima = _maxima_apart(query, key, scale, scored, row_weights, by_group, rms)
-        maxima = _root_of_mean(maxima, query, counted) if rms else maxima
-        return _attend_apart(query, key, value, scale), maxima
     blocks = AttentionBlocks(query, key, value, mask, **options)
     part = part if value.dtype in (torch.float32, torch.float64) else None
     if part is not None:
@@ -75,110 +81,6 @@ def attend_with_column_maxima(
             _gather(most[own], weights[:, own].mul_(factor[:, None]), of_own, rms)
     maxima.masked_fill_(~scored[:, None], 0.0)
     return blocks.out, _root_of_mean(maxima, query, counted) if rms else maxima
-
-
-def _follow(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """True if the CPU's flash kernel can attend: float32, causal, queries at the end of the keys.
-
-    Some entries must precede the queries' own, and nothing but causality may hide any.
-    """
-    queries, earlier = query.shape[2], key.shape[2] - query.shape[2]
-    if query.device.type != "cpu" or query.dtype != torch.float32 or earlier <= 0:
-        return False
-    if key.shape[3] != value.shape[3]:
-        return False
-    if mask is None:
-        return True
-    causal = torch.ones(queries, queries, dtype=torch.bool).tril()
-    return mask.dtype == torch.bool and bool(
-        mask[..., :earlier].all() and (mask[..., earlier:] == causal).all()
-    )
-
-
-def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention output `[B, Hq, S, D]` from two flash calls: earlier entries, the queries' own.
-
-    Both are joined by their log-sum-exps.
-    """
-    flash = torch._scaled_dot_product_flash_attention_for_cpu
-    batch, heads, stored, size = key.shape
-    query_heads, queries = query.shape[1:3]
-    earlier, groups = stored - queries, query_heads // heads
-    # Every query sees all earlier entries, so a group's queries can be rows of one head.
-    rows = query.reshape(batch, heads, groups * queries, size)
-    before, total_before = flash(rows, key[:, :, :earlier], value[:, :, :earlier], scale=scale)
-    own_keys, own_values = (
-        entries[:, :, earlier:].repeat_interleave(groups, 1) for entries in (key, value)
-    )
-    own, total_own = flash(query, own_keys, own_values, is_causal=True, scale=scale)
-    share = (total_before.reshape(total_own.shape) - total_own).sigmoid_()
-    return torch.lerp(own, before.reshape(query.shape), share[..., None])
-
-
-def _maxima_apart(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    scored: Tensor,
-    row_weights: Tensor | None,
-    column_weights: Tensor | None,
-    rms: bool,
-) -> Tensor:
-    """Maxima `[B, H, T]` of softmax rows over the `scored [B, T]` entries alone.
-
-    Weights are `row_weights [B, S]` and `column_weights [B, H, G, T]`, or None. Sums of squares
-    with `rms`.
-    """
-    earlier = key.shape[2] - query.shape[2]
-    grouped = (query * scale).unflatten(1, (key.shape[1], -1))
-    maxima = key.new_zeros(key.shape[:3])
-    for row, of_row in enumerate(scored):
-        columns = of_row.nonzero().flatten()
-        keys = key[row].index_select(1, columns)
-        of_row = None if row_weights is None else row_weights[row].to(keys.dtype)
-        of_keys = None if column_weights is None else column_weights[row][..., columns]
-        weights = of_row, of_keys
-        received = _maxima_of_row(grouped[row], keys, columns - earlier, *weights, rms)
-        maxima[row, :, columns] = received
-    return maxima
-
-
-def _maxima_of_row(
-    query: Tensor,
-    keys: Tensor,
-    first_seen_by: Tensor,
-    row_weights: Tensor | None,
-    column_weights: Tensor | None,
-    rms: bool,
-) -> Tensor:
-    """Maxima `[H, K]` that keys `[H, K, D]` receive from queries `[H, G, S, D]` of one row.
-
-    With `rms` sums of squares. Key k is visible from query `first_seen_by[k]` on, below 0 to all
-    queries; `[K]`, ascending. Weights are `row_weights [S]` and `column_weights [H, G, K]`, or
-    None.
-    """
-    queries, most = query.shape[2], keys.new_zeros(keys.shape[:2])
-    room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(first_seen_by))
-    for start in range(0, queries, BLOCK):
-        end = min(start + BLOCK, queries)
-        whole, seen = (int((first_seen_by < first).sum()) for first in (start, end))
-        if not seen:
-            continue
-        later = first_seen_by[whole:seen] > torch.arange(start, end)[:, None]
-        for head, (of_head, highest) in enumerate(zip(keys, most, strict=True)):
-            rows = query[head, :, start:end].flatten(0, 1)
-            weights = room[: len(rows) * seen].view(-1, seen)
-            torch.mm(rows, of_head[:seen].T, out=weights)
-            by_query_head = weights.view(-1, end - start, seen)
-            by_query_head[..., whole:].masked_fill_(later, -torch.inf)
-            torch.softmax(weights, -1, out=weights)
-            if whole == 0:
-                weights.nan_to_num_(0.0)  # rows that see no scored entry
-            if row_weights is not None:
-                by_query_head.mul_(row_weights[start:end, None])
-            of_columns = None if column_weights is None else column_weights[head, :, :seen]
-            _gather(highest[:seen], weights, of_columns, rms)
-    return most
 
 
 def _gather(into: Tensor, weights: Tensor, column_weights: Tensor | None, rms: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with column sums (H2O, D2O): `dispatch.columns_path` chooses the kernel.
+"""Attention with column sums (H2O, D2O): `dispatch` chooses the kernel.
 
 Reference: `reference.attend_with_moments`.
 """
@@ -11,8 +11,9 @@ from typing import Unpack
 from torch import Tensor
 
 from kvfold.kernels import query_blocks
-from kvfold.kernels.dispatch import columns_path
+from kvfold.kernels.dispatch import columns_in_cpp, columns_path
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native import columns as native
 from kvfold.kernels.swapped_qk import causal_attention, column_sums_from_two_flash_passes
 
 
@@ -28,6 +29,10 @@ def attend_with_moments(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `reference.attend_with_moments`; the sums of squares are None without `squares`."""
     scale = options["scale"]
+    if columns_in_cpp(query, key, value, mask, **options):
+        return native.column_moments(
+            query, key, value, scale=scale, counted=counted, squares=squares
+        )
     path = columns_path(query, value, masked=mask is not None, squares=squares, **options)
     if path == "flash":
         out, sums = column_sums_from_two_flash_passes(

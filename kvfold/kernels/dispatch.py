@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native.columns import is_causal, vector_width
 from kvfold.kernels.native.library import library
 from kvfold.kernels.swapped_qk import COLUMNS
 from kvfold.kernels.views import OTHER, Form, RaggedView
@@ -25,6 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
 LARGEST = 512
+FEW = 16  # queries below which C++ that packs all keys does not pay
 # Triton's interpreter runs on a CPU if this variable was set before Triton was imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -53,7 +55,7 @@ def segments_path(
     of_values: Form = getattr(values.encoded, "form", OTHER)
     kind = form.kind if form.kind == of_values.kind else "other"
     softcap, size = options.get("softcap"), values.tail.shape[-1]
-    plain = softcap is None and options.get("sink_logits") is None
+    plain = _plain(**options)
     newest = max(keys.gaps) < keys.tail.shape[2]  # each segment has raw entries, too
     if kind == "raw" and newest:
         if unbiased and rows_path(query, values.tail, softcap=softcap) != "torch":
@@ -118,20 +120,33 @@ def pack_path(rows: Tensor, group: int) -> Path:
 def columns_path(
     query: Tensor, value: Tensor, *, masked: bool, squares: bool, **options: Unpack[LogitOptions]
 ) -> Path:
-    """Path for column sums of `query [B, Hq, S, D]` over value `[B, H, T, Dv]`.
+    """Path for column sums of `query [B, Hq, S, D]` over value `[B, H, T, Dv]`, but for C++.
 
     `masked`: more than causality hides entries. Triton needs each query's log-sum-exp, which
     `swapped_qk.causal_attention` returns with the output.
     """
     size = query.shape[-1]
-    plain = options.get("softcap") is None and options.get("sink_logits") is None
-    if not plain or masked or not _on_gpu_in_half(query):
+    if not _plain(**options) or masked or not _on_gpu_in_half(query):
         return "torch"
     if size != value.shape[-1] or size % 8 or not _fits(query, size):
         return "torch"
     if triton_available(query):
         return "triton"
     return "flash" if not squares and _fits(query, size + COLUMNS) else "torch"
+
+
+def columns_in_cpp(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Unpack[LogitOptions]
+) -> bool:
+    """True if C++ observes the columns of `query [B, Hq, S, D]`, which sees all but later entries.
+
+    Key and value are `[B, H, T, …]`, the mask `[B or 1, Hq or 1, S, T]`.
+    """
+    if query.dtype != torch.float32 or query.shape[2] < FEW or not _plain(**options):
+        return False
+    if raw_path(query, key, value) != "native" or value.shape[-1] % vector_width():
+        return False
+    return mask is None or is_causal(mask)
 
 
 def gather_path(keys: Tensor) -> Path:
@@ -142,6 +157,11 @@ def gather_path(keys: Tensor) -> Path:
 def _fits(query: Tensor, value_size: int) -> bool:
     row = max(query.shape[-1], value_size) * query.dtype.itemsize
     return query.dtype in KNOWN and row <= LARGEST
+
+
+def _plain(**options: Unpack[LogitOptions]) -> bool:
+    """True if logits are products times a scale, and weights of entries add up to 1."""
+    return options.get("softcap") is None and options.get("sink_logits") is None
 
 
 def _on_gpu_in_half(tensor: Tensor) -> bool:

@@ -7,10 +7,11 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "vectors.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -18,23 +19,10 @@
 namespace {
 
 constexpr int64_t TILE = 32;  // entries
-#ifdef __AVX512F__
-constexpr int64_t WIDE = 16;  // numbers of a vector
-#else
-constexpr int64_t WIDE = 8;
-#endif
 constexpr int64_t PIECE = 48, ROW = (int64_t(1) << PIECE) - 1;  // of a raw row's number
 constexpr int64_t APART = 16;  // entries between those of a sample of logits
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // log-sum-exp of no logits
 
-typedef float Floats __attribute__((vector_size(4 * WIDE)));
 typedef int32_t Codes __attribute__((vector_size(4 * WIDE)));
-
-float of_bits(uint32_t bits) {
-    float number;
-    std::memcpy(&number, &bits, sizeof number);
-    return number;
-}
 
 struct Half {
     uint16_t bits;
@@ -83,12 +71,6 @@ Codes consecutive(const int32_t* words, int64_t first) {
 #endif
     return found >> shifts & ((1 << BITS) - 1);
 }
-
-typedef float Unaligned __attribute__((vector_size(4 * WIDE), aligned(4)));
-
-Floats loaded(const float* row) { return *(const Unaligned*)row; }
-
-void store(float* row, Floats numbers) { std::memcpy(row, &numbers, sizeof numbers); }
 
 // Numbers that codes stand for: of a table, themselves, or FP8 (e4m3).
 
@@ -399,21 +381,6 @@ void in_fews(int64_t count, Run run) {
     if (count - first == 3) run(first, std::integral_constant<int, 3>{});
     if (count - first == 2) run(first, std::integral_constant<int, 2>{});
     if (count - first == 1) run(first, std::integral_constant<int, 1>{});
-}
-
-// Cephes' expf of numbers up to 0; 0 below −87. Without branches, so that loops become vectors.
-inline __attribute__((always_inline)) float exponential(float x) {
-    const float bounded = std::max(x, -87.0f);
-    const float whole = std::floor(bounded * 1.44269504f + 0.5f);
-    const float rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    float series = 1.9875691500e-4f;
-    series = series * rest + 1.3981999507e-3f;
-    series = series * rest + 8.3334519073e-3f;
-    series = series * rest + 4.1665795894e-2f;
-    series = series * rest + 1.6666665459e-1f;
-    series = series * rest + 5.0000001201e-1f;
-    series = series * rest * rest + rest + 1.0f;
-    return x < -87.0f ? 0.0f : series * of_bits(uint32_t(int32_t(whole) + 127) << 23);
 }
 
 // The hyperbolic tangent.

@@ -36,6 +36,7 @@ from kvfold.writing import replacing
 Array = NDArray[np.generic]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 # Sums may be taken in any order, so that loops over them become vectors.
 FLAGS = [
     *("-std=c++17", "-O3", "-shared", "-fPIC"),
@@ -90,7 +91,7 @@ def _command(compiler: list[str]) -> list[str]:
 def _digest(command: list[str]) -> str:
     """Of all that the library depends on: machines may share a cache."""
     machine = (platform.machine(), *platform.libc_ver())
-    parts = [source.read_text("utf-8") for source in SOURCES]
+    parts = [source.read_text("utf-8") for source in [*SOURCES, *HEADERS]]
     return hashlib.sha256("\0".join([*parts, *command, *machine]).encode()).hexdigest()[:16]
 
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention of many queries in C++, and what entries receive of it.
+
+Reference: `reference.attend_with_moments` and `reference.attend_with_column_maxima`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.native.library import call, note_operations
+from kvfold.kernels.views import int64_of
+
+SUMS, SQUARES, MAXIMA, MEAN_SQUARES = range(4)  # kinds, as of columns.cpp
+
+
+@cache
+def vector_width() -> int:
+    """Numbers of a vector: values must be as wide, or several times. Needs the library."""
+    return call("vector_width")
+
+
+def is_causal(mask: Tensor) -> bool:
+    """True if nothing but causality hides entries by `mask [B or 1, Hq or 1, S, T]`."""
+    queries, stored = mask.shape[2:]
+    if mask.dtype != torch.bool or queries > stored:
+        return False
+    mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    return all(
+        call("is_causal", own.data_ptr(), own.stride(0), queries, stored) == 1
+        for own in mask.flatten(0, 1)
+    )
+
+
+def column_moments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    counted: Tensor | None,
+    squares: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `reference.attend_with_moments`, causal and in float32; squares None without `squares`."""
+    groups = query.shape[1] // key.shape[1]
+    out, sums, found = _run(
+        query, key, value, kind=SQUARES if squares else SUMS, scale=scale, counted=counted
+    )
+    return out, sums / groups, None if found is None else found / groups**2
+
+
+def column_maxima(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    scored: Tensor,
+    counted: Tensor | None,
+    row_weights: Tensor | None,
+    column_weights: Tensor | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_with_column_maxima`, causal, in float32; sums of squares with `rms`."""
+    out, maxima, _ = _run(
+        query,
+        key,
+        value,
+        kind=MEAN_SQUARES if rms else MAXIMA,
+        scale=scale,
+        counted=counted,
+        scored=scored,
+        row_weights=row_weights,
+        column_weights=column_weights,
+    )
+    return out, maxima
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kind: int,
+    scale: float,
+    counted: Tensor | None,
+    scored: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    column_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output `[B, Hq, S, Dv]` and what entries receive, `[B, H, T]` once or twice."""
+    (batch, query_heads, queries, size), (_, heads, stored, _) = query.shape, key.shape
+    groups, value_size = query_heads // heads, value.shape[3]
+    out = query.new_empty(batch, queries, query_heads, value_size)
+    first = query.new_zeros(batch, heads, stored)
+    second = torch.zeros_like(first) if kind == SQUARES else None
+    rows = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
+    weights = [None if x is None else x.float().contiguous() for x in (row_weights, column_weights)]
+    chosen = [None if x is None else x.contiguous() for x in (scored, counted)]
+    call(
+        "attend_with_columns",
+        *(part for x in rows for part in (x.data_ptr(), int64_of(x.stride()[:3]))),
+        *(0 if x is None else x.data_ptr() for x in (*chosen, *weights)),
+        *(out, first, 0 if second is None else second.data_ptr(), kind),
+        *(batch, heads, groups, queries, stored, size, value_size),
+        *(float(scale), torch.get_num_threads()),
+    )
+    seen = queries * (stored - queries) + queries * (queries + 1) // 2
+    note_operations(batch * query_heads * (size + value_size) * seen)
+    return out.transpose(1, 2), first, second
