@@ -79,6 +79,8 @@ TESTED_BY = {
     "kernels/cold_bytes.py": "kernels/test_cold.py",
     "kernels/logits.py": "kernels/test_reference.py",
     "kernels/segment_parts.py": "kernels/test_ragged.py",
+    "kernels/triton/codes.py": "kernels/triton/test_attention.py",
+    "kernels/triton/online_softmax.py": "kernels/triton/test_attention.py",
     "kernels/views.py": "kernels/test_ragged.py",
     "methods/full.py": "methods/test_every_method.py",
     "methods/h2o.py": "methods/test_evicting_while_decoding.py",

@@ -17,11 +17,13 @@ from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.native.columns import is_causal, vector_width
 from kvfold.kernels.native.library import library
 from kvfold.kernels.swapped_qk import COLUMNS
-from kvfold.kernels.views import OTHER, Form, RaggedView
+from kvfold.kernels.views import NOTHING, OTHER, Form, PartView, RaggedView
 
 Path = Literal["triton", "varlen", "flash", "native", "torch"]
 # Ways of attention to segments, each a function of `kernels/ragged.py`.
-SegmentPath = Literal["blocks", "each", "even", "packed", "per token", "raw", "recalled", "rows"]
+SegmentPath = Literal[
+    "blocks", "each", "even", "packed", "per token", "planned", "raw", "recalled", "rows"
+]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
@@ -47,12 +49,13 @@ def segments_path(
 ) -> SegmentPath:
     """Path for `query [B, Hq, S, D]` over segments; `masked`: more than causality hides entries."""
     keys, values, unbiased = stored.keys, stored.values, stored.bias is None
-    form: Form = getattr(keys.encoded, "form", OTHER)
+    form, of_values = _form(keys), _form(values)
+    if not masked and step_path(query, values.tail.shape[-1]) == "triton" and _plannable(stored):
+        return "planned"
     if form.kind == "recalled":
         return "recalled"
     if masked or query.shape[2] > 1:
         return "blocks"
-    of_values: Form = getattr(values.encoded, "form", OTHER)
     kind = form.kind if form.kind == of_values.kind else "other"
     softcap, size = options.get("softcap"), values.tail.shape[-1]
     plain = _plain(**options)
@@ -65,30 +68,51 @@ def segments_path(
         if plain and query.shape[-1] == size and query.device.type == "cpu":
             return "each"
     elif kind == "packed" and unbiased:
-        path = packed_path(query, value_size=size)
-        in_cpp = path == "native" and form == of_values and form.detail in KNOWN
-        if path == "triton" or in_cpp:
+        path = packed_path(query)
+        if path == "native" and form == of_values and form.detail in KNOWN:
             return "packed"
     elif kind == "per token" and unbiased and newest and form == of_values:
-        path = packed_path(query, value_size=size)
-        if path != "torch" and keys.gaps == values.gaps:
+        path = packed_path(query)
+        if path == "native" and keys.gaps == values.gaps:
             return "per token"
     return "even" if plain and keys.even and values.even else "blocks"
+
+
+def step_path(query: Tensor, value_size: int) -> Path:
+    """Path for one `query [B, Hq, 1, D]` over entries of any kind, with values `[…, Dv]`."""
+    if query.shape[2] > 1 or not _fits(query, value_size) or not triton_available(query):
+        return "torch"
+    # The kernel has no derivative, and graphs of torch.compile hold torch's own.
+    learning = query.requires_grad and torch.is_grad_enabled()
+    return "torch" if learning or torch.compiler.is_compiling() else "triton"
+
+
+def _plannable(stored: RaggedView) -> bool:
+    """True for keys, values and biases of the kinds that Triton's kernel reads together."""
+    keys, values, bias = stored.keys, stored.values, stored.bias
+    form, kind = _form(keys), _form(keys).kind
+    biased = bias is not None and (_form(bias).kind != kind or bias.gaps != keys.gaps)
+    if kind == "other" or biased:
+        return False
+    if kind == "packed":
+        return _form(values).kind == kind
+    return form == _form(values) and keys.gaps == values.gaps
+
+
+def _form(part: PartView) -> Form:
+    return NOTHING if part.encoded is None else getattr(part.encoded, "form", OTHER)
 
 
 def rows_path(query: Tensor, values: Tensor, *, softcap: float | None) -> Path:
     """Path for unmasked `query [B, Hq, S, D]` over segments of raw entries with values `[…, Dv]`.
 
-    Sink logits and tail entries join the result through its log-sum-exp, on any path.
+    Sink logits and tail entries join the result through its log-sum-exp.
     """
-    single = query.shape[2] == 1
-    on_cpu = query.device.type == "cpu" and not INTERPRETED
-    if on_cpu or not single or not _fits(query, values.shape[-1]):
+    size = query.shape[-1]
+    alike = size == values.shape[-1] and size % 8 == 0 and _fits(query, size)
+    if query.shape[2] > 1 or softcap is not None or not alike:
         return "torch"
-    if triton_available(query):
-        return "triton"
-    same = query.shape[-1] == values.shape[-1] and query.shape[-1] % 8 == 0
-    return "varlen" if softcap is None and same and varlen_available(query) else "torch"
+    return "varlen" if varlen_available(query) else "torch"
 
 
 def raw_path(query: Tensor, keys: Tensor, values: Tensor) -> Path:
@@ -102,13 +126,11 @@ def raw_path(query: Tensor, keys: Tensor, values: Tensor) -> Path:
     return "native" if library() is not None else "torch"
 
 
-def packed_path(query: Tensor, *, value_size: int) -> Path:
-    """Path for unmasked `query [B, Hq, S, D]` over segments of packed entries."""
-    if query.shape[2] > 1 or query.dtype not in KNOWN:
+def packed_path(query: Tensor) -> Path:
+    """Path for unmasked `query [B, Hq, S, D]` over segments of codes, without Triton."""
+    if query.shape[2] > 1 or query.dtype not in KNOWN or query.device.type != "cpu":
         return "torch"
-    if triton_available(query):
-        return "triton" if _fits(query, value_size) else "torch"
-    return "native" if query.device.type == "cpu" and library() is not None else "torch"
+    return "native" if library() is not None else "torch"
 
 
 def pack_path(rows: Tensor, group: int) -> Path:

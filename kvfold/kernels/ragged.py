@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to segments of different lengths (varlen), without padding: eight ways.
+"""Attention to segments of different lengths (varlen), without padding: nine ways.
 
 `dispatch.segments_path` chooses. Reference: `reference.attend_with_column_sums` on each segment
 alone.
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.kernels.dispatch import SegmentPath, segments_path, triton_available
+from kvfold.kernels.dispatch import SegmentPath, segments_path
 from kvfold.kernels.logits import LogitOptions
-from kvfold.kernels.native.attention import attend_to_raw
+from kvfold.kernels.native import attention as native
 from kvfold.kernels.packing import PackedKeys, PackedValues, not_both_packed
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.recalled import attend_to_recalled
@@ -24,7 +24,6 @@ from kvfold.kernels.segment_parts import (
     attended,
     hidden_slots,
     joined,
-    kernels,
     merged,
     newest_of,
     softmax,
@@ -49,7 +48,6 @@ def attend_to_segments(
 
     `mask`, bool or additive `[B, 1 or Hq, S, n]`, covers the last n entries of every segment. None:
     causal, the queries being the last S entries of every segment. Rows that see nothing are 0.
-    Entries with a bias take plain torch, on a GPU too.
     """
     if mask is not None and query.shape[2] == 1:
         shown = mask if mask.dtype == torch.bool else mask == 0
@@ -159,7 +157,7 @@ def _raw(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitO
     old_keys, old_values = keys.encoded, values.encoded
     assert isinstance(old_keys, Flat) and isinstance(old_values, Flat)
     rows = query.reshape(len(keys.gaps), -1, query.shape[-1])
-    out, total = attend_to_raw(
+    out, total = native.attend_to_raw(
         rows,
         keys.tail,
         values.tail,
@@ -209,7 +207,7 @@ def _packed(
     assert isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
     scale, softcap = options["scale"], options.get("softcap")
     rows = query.reshape(len(stored.keys.gaps), -1, query.shape[-1])
-    old = kernels(query).attend_to_packed(rows, keys, values, scale, softcap)
+    old = native.attend_to_packed(rows, keys, values, scale, softcap)
     new_keys, new_values, gaps = not_both_packed(stored.keys, keys, stored.values, values)
     hidden = None
     if any(gaps):
@@ -229,7 +227,7 @@ def _per_token(
     assert isinstance(keys, RotatedKeys) and isinstance(values, TokenValues)
     scale, softcap = options["scale"], options.get("softcap")
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
-    old = kernels(query).attend_to_per_token(rows, keys, values, scale, softcap)
+    old = native.attend_to_per_token(rows, keys, values, scale, softcap)
     of_keys, of_values, hidden = newest_of(stored)
     if hidden is not None:
         hidden = F.pad(hidden, (keys.whole.lengths[0], 0))
@@ -238,29 +236,29 @@ def _per_token(
     return joined(query, old, newest, options.get("sink_logits"))
 
 
-def _rows(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
-    """A step over raw segments on a GPU, with softcap and sink logits.
+def _planned(
+    query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions
+) -> Tensor:
+    """A step over entries of any kind on a GPU, in one launch of Triton."""
+    from kvfold.kernels.planned import attend_to_view
 
-    One launch of Triton, or of torch's `varlen_attn`, reads all but the tails.
+    return attend_to_view(query, stored, **options)
+
+
+def _rows(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:
+    """A step over raw segments on a GPU without Triton, with sink logits.
+
+    One launch of torch's `varlen_attn` reads all but the tails.
     """
-    scale, softcap = options["scale"], options.get("softcap")
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
-    if triton_available(query):
-        from kvfold.kernels.triton.ragged import attend_to_rows
-
-        out, total = attend_to_rows(
-            rows, keys.rows, values.rows, keys.starts, scale, softcap, splits=keys.splits
-        )
-    else:
-        longest = max(keys.lengths)
-        out, total = attend_to_rows_varlen(
-            rows, keys.rows, values.rows, keys.starts, longest, scale
-        )
-    tail = attended(rows.unflatten(0, (len(query), -1)), *tails(stored), scale, softcap)
+    flat = keys.rows, values.rows, keys.starts, max(keys.lengths)
+    old = attend_to_rows_varlen(rows, *flat, options["scale"])
+    by_row = rows.unflatten(0, (len(query), -1))
+    tail = attended(by_row, *tails(stored), options["scale"], None)
     newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
-    return joined(query, (out, total), newest, options.get("sink_logits"))
+    return joined(query, old, newest, options.get("sink_logits"))
 
 
 def attend_to_rows_varlen(
@@ -297,6 +295,7 @@ PATHS: dict[SegmentPath, Callable[[Tensor, RaggedView, Tensor | None, LogitOptio
     "even": _even,
     "packed": _packed,
     "per token": _per_token,
+    "planned": _planned,
     "raw": _raw,
     "recalled": attend_to_recalled,
     "rows": _rows,

@@ -227,7 +227,7 @@ def _is_native(query: Tensor, keys: RecalledKeys, values: RecalledValues) -> boo
     It reads keys and values by the same numbers of rows.
     """
     dtype = keys.hot.rows.dtype
-    known = packed_path(query, value_size=values.hot.rows.shape[1]) == "native" and dtype in KNOWN
+    known = packed_path(query) == "native" and dtype in KNOWN
     return known and keys.codes.means is None and keys.cold.alike(values.cold)
 
 

@@ -3,25 +3,12 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from importlib import import_module
-from types import ModuleType
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kvfold.kernels.dispatch import triton_available
 from kvfold.kernels.views import BLOCK, RaggedView
-
-
-def kernels(query: Tensor) -> ModuleType:
-    """The package that reads quantized entries where `query` is: Triton's, or that of C++."""
-    return _imported("triton" if triton_available(query) else "native.attention")
-
-
-@cache
-def _imported(name: str) -> ModuleType:
-    return import_module(f"kvfold.kernels.{name}")
 
 
 def attended(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.kernels.dispatch import step_path
 from kvfold.kernels.logits import LogitOptions
 
 FEW = 4  # query heads of a group up to which two products beat SDPA on a CPU
@@ -147,6 +148,10 @@ def attend_to_buffers(
     keys `[B, H, T, D]`, values `[B, H, T, Dv]`; slots where `visible [B, H, T]` is false are
     masked, and must hold finite numbers. `bias [B, H, T]` is added to the logits.
     """
+    if step_path(query, values.shape[-1]) == "triton":
+        from kvfold.kernels.planned import attend_to_visible
+
+        return attend_to_visible(query, keys, values, visible, bias, **options)
     scale, softcap = options["scale"], options.get("softcap")
     sink_logits = options.get("sink_logits")
     batch, query_heads, _, size = query.shape

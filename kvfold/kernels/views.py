@@ -10,13 +10,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvfold.kernels.triton.splits import Splits
 
 # Entries of a block: threads share whole blocks equally; a broken last block stays in the tail.
 BLOCK = 16
@@ -44,11 +41,11 @@ class Form(NamedTuple):
     where others were quantized one by one.
     """
 
-    kind: Literal["raw", "packed", "per token", "recalled", "other"]
+    kind: Literal["none", "raw", "packed", "per token", "recalled", "other"]
     detail: torch.dtype | int | None = None
 
 
-OTHER = Form("other")
+OTHER, NOTHING = Form("other"), Form("none")
 
 
 class Encoded(Protocol):
@@ -141,13 +138,6 @@ class Flat:
     def starts(self) -> Tensor:
         """First row of each segment, then the end of the last: int32 `[segments + 1]`."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.rows.device)
-
-    @cached_property
-    def splits(self) -> Splits:
-        """Division of the segments among a GPU's programs."""
-        from kvfold.kernels.triton.splits import Splits
-
-        return Splits.of(self.lengths, device=self.rows.device)
 
     def segment(self, i: int) -> Tensor:
         """Entries `[lengths[i], …]` of segment i."""

@@ -25,13 +25,17 @@ def bent(logits, softcap):
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
-def attended(query, keys, values, softcap=None):
-    """Output `[S, G, Dv]` and log-sum-exp `[S, G]` of a list of segments, in float64."""
+def attended(query, keys, values, softcap=None, biases=None):
+    """Output `[S, G, Dv]` and log-sum-exp `[S, G]` of a list of segments, in float64.
+
+    `biases`: one number for each entry of a segment, added after the softcap.
+    """
     out = query.new_zeros(*query.shape[:2], values[0].shape[1], dtype=torch.float64)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64, device=query.device)
     for i, (key, value) in enumerate(zip(keys, values, strict=True)):
         if len(key):
             logits = bent(query[i].double() @ key.double().T * SCALE, softcap)
+            logits = logits if biases is None else logits + biases[i].double()
             out[i] = logits.softmax(-1) @ value.double()
             lse[i] = logits.logsumexp(-1)
     return out, lse

@@ -21,8 +21,8 @@ def test_paths_on_a_cpu(monkeypatch):
 
     def paths():
         return [
-            dispatch.rows_path(query, rows, softcap=None),
-            dispatch.packed_path(query, value_size=64),
+            dispatch.step_path(query, 64),
+            dispatch.packed_path(query),
             dispatch.pack_path(rows, 32),
             dispatch.gather_path(query),
         ]
@@ -33,15 +33,15 @@ def test_paths_on_a_cpu(monkeypatch):
     monkeypatch.setattr(dispatch, "library", object)
     assert paths() == ["torch", "native", "torch", "torch"]
     for other in (query.double(), query.expand(1, 8, 2, 64)):
-        assert dispatch.packed_path(other, value_size=64) == "torch"
+        assert dispatch.packed_path(other) == "torch"
     monkeypatch.setattr(dispatch, "library", lambda: None)
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
-    assert paths() == ["triton"] * 4
-    assert dispatch.rows_path(query.double(), rows, softcap=None) == "torch"
-    assert dispatch.rows_path(query.expand(1, 8, 2, 64), rows, softcap=None) == "torch"
+    assert paths() == ["triton", "torch", "triton", "triton"]
+    assert dispatch.step_path(query.double(), 64) == "torch"
+    assert dispatch.step_path(query.expand(1, 8, 2, 64), 64) == "torch"
     wide = torch.zeros(1, 8, 1, 256)
-    assert dispatch.rows_path(wide, rows, softcap=None) == "torch"
-    assert dispatch.rows_path(wide.half(), rows, softcap=None) == "triton"
+    assert dispatch.step_path(wide, 64) == dispatch.step_path(query, 256) == "torch"
+    assert dispatch.step_path(wide.half(), 64) == "triton"
     assert dispatch.pack_path(rows, 48) == "torch"
     options = {"softcap": None, "sink_logits": None, "masked": False, "squares": False}
     assert dispatch.columns_path(query, query, **options) == "torch"
@@ -49,11 +49,21 @@ def test_paths_on_a_cpu(monkeypatch):
     assert paths() == ["torch"] * 4
 
 
+def test_a_step_takes_torch_where_it_is_compiled_or_learned_from(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    query = torch.zeros(1, 8, 1, 64, requires_grad=True)
+    assert dispatch.step_path(query, 64) == "torch"
+    with torch.no_grad():
+        assert dispatch.step_path(query, 64) == "triton"
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert dispatch.step_path(query, 64) == "torch"
+
+
 def test_paths_on_a_gpu(monkeypatch):
     """Only what is asked of tensors matters, so others will do."""
 
     class OnGpu:
-        is_cuda, device = True, torch.device("cuda")
+        is_cuda, device, requires_grad = True, torch.device("cuda"), False
 
         def __init__(self, *shape, dtype=torch.bfloat16):
             self.shape, self.dtype = shape, dtype
@@ -61,11 +71,14 @@ def test_paths_on_a_gpu(monkeypatch):
     query, rows = OnGpu(1, 8, 1, 64), OnGpu(9, 64)
     plain = {"softcap": None}
     columns = {**plain, "sink_logits": None, "masked": False}
-    assert dispatch.rows_path(query, rows, **plain) == "triton"
+    assert dispatch.step_path(query, 64) == "triton"
+    assert dispatch.packed_path(query) == "torch"
     assert dispatch.columns_path(query, rows, **columns, squares=True) == "triton"
     monkeypatch.setattr(dispatch, "_installed", lambda name: False)
+    assert dispatch.step_path(query, 64) == "torch"
     assert dispatch.rows_path(query, rows, **plain) == "varlen"
     assert dispatch.rows_path(query, OnGpu(9, 32), **plain) == "torch"
+    assert dispatch.rows_path(OnGpu(1, 8, 2, 64), rows, **plain) == "torch"
     assert dispatch.rows_path(query, rows, softcap=30.0) == "torch"
     single = OnGpu(1, 8, 1, 64, dtype=torch.float32)
     assert dispatch.rows_path(single, rows, **plain) == "torch"
@@ -187,9 +200,9 @@ def test_a_step_over_raw_entries_goes_to_cpp_where_no_graph_needs_it(monkeypatch
     assert dispatch.raw_path(query, rows, rows) == "torch"
 
 
-@pytest.mark.parametrize("kernels", ["triton", "varlen"])
-def test_raw_segments_go_to_one_launch_where_a_kernel_takes_them(kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: kernels)
+@pytest.mark.usefixtures("on_cpu")
+def test_raw_segments_go_to_one_launch_where_a_kernel_takes_them(monkeypatch):
+    monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: "varlen")
     stored = segments(raw(), raw())
     assert path(stored) == "rows"
     assert path(stored, masked=True) == path(stored, queries=2) == "blocks"
@@ -197,11 +210,35 @@ def test_raw_segments_go_to_one_launch_where_a_kernel_takes_them(kernels, monkey
     assert path(segments(raw(), raw(), tails=(0, 3))) == "blocks"
 
 
-def test_packed_entries_of_two_dtypes_are_for_triton_alone(monkeypatch):
-    stored = segments(packed()[0], packed(dtype=torch.bfloat16)[1])
-    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: "triton")
-    assert path(stored) == "packed"
-    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: "native")
-    assert path(stored) == "blocks"
-    monkeypatch.setattr(dispatch, "packed_path", lambda *_, **__: "torch")
-    assert path(segments(*packed())) == path(segments(*per_token())) == "blocks"
+RAW, ALONE = segments(raw(), raw()), segments(*per_token())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "stored", "call"),
+    [
+        ("planned", RAW, {"softcap": 30.0} | SINKS),
+        ("planned", segments(raw(), raw(size=8), size=8, tails=(0, 3)), {}),
+        ("planned", segments(None, None, tails=(2, 3)), {}),
+        ("planned", segments(*packed(), tails=(0, 2)), {}),
+        ("planned", segments(packed()[0], packed(dtype=torch.bfloat16)[1]), {}),
+        ("planned", segments(*per_token((0, 0)), tails=(0, 2)), {}),
+        ("planned", replace(RAW, bias=RAW.keys), {}),
+        ("planned", replace(segments(None, None), bias=segments(None, None).keys), {}),
+        ("blocks", RAW, {"masked": True}),
+        ("blocks", RAW, {"queries": 2}),
+        ("blocks", segments(raw(), raw(), dtype=torch.float64), {"dtype": torch.float64} | SINKS),
+        ("blocks", segments(packed()[0], raw()), {}),
+        ("blocks", segments(raw(), None), {}),
+        ("blocks", replace(segments(*packed()), bias=RAW.keys), {}),
+        ("blocks", replace(segments(*packed()), bias=segments(None, None).keys), {}),
+        ("blocks", segments(*per_token((1, 1), (2, 2))), {}),
+        ("blocks", segments(*per_token((1, 2))), {}),
+        ("blocks", segments(*per_token(means=object())), {}),
+        ("blocks", replace(ALONE, values=segments(*per_token(), tails=(1, 3)).values), {}),
+    ],
+)
+def test_one_kernel_takes_entries_that_it_reads_together(chosen, stored, call, monkeypatch):
+    monkeypatch.setattr(dispatch, "library", lambda: None)
+    assert path(stored, **call) == chosen and chosen in PATHS
+    monkeypatch.setattr(dispatch, "step_path", lambda *_: "torch")
+    assert path(stored, **call) != "planned"

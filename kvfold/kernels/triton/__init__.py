@@ -4,22 +4,22 @@
 Triton is optional: only `kernels/dispatch.py` decides to import this package.
 """
 
+from kvfold.kernels.triton.attention import Rectangle, Segments, attend
 from kvfold.kernels.triton.column_sums import column_moments, column_sums
 from kvfold.kernels.triton.gather import gather_rows
-from kvfold.kernels.triton.per_token import attend_to_per_token
+from kvfold.kernels.triton.plan import LaunchPlan, Room, plan_for
 from kvfold.kernels.triton.quantize import pack_keys, pack_values
-from kvfold.kernels.triton.quantized import attend_to_packed
-from kvfold.kernels.triton.ragged import attend_to_rows
-from kvfold.kernels.triton.splits import Splits
 
 __all__ = [
-    "Splits",
-    "attend_to_packed",
-    "attend_to_per_token",
-    "attend_to_rows",
+    "LaunchPlan",
+    "Rectangle",
+    "Room",
+    "Segments",
+    "attend",
     "column_moments",
     "column_sums",
     "gather_rows",
     "pack_keys",
     "pack_values",
+    "plan_for",
 ]

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.triton.device import on_its_device
-from kvfold.kernels.triton.ragged import ROWS
-from kvfold.kernels.triton.splits import LOG2_E, dot_dtype, logits_of
+from kvfold.kernels.triton.online_softmax import LOG2_E, dot_dtype, logits_of, wide
 
 KEYS = QUERIES = 64
 
@@ -90,7 +89,7 @@ def _columns(
         SQUARED=squared,
         KEYS=KEYS,
         QUERIES=QUERIES,
-        D=max(ROWS, triton.next_power_of_2(size)),
+        D=wide(size),
         DOT=dot_dtype(query),
         num_stages=2 if query.element_size() > 2 else 3,
     )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.triton.device import on_its_device
-from kvfold.kernels.triton.ragged import ROWS
+from kvfold.kernels.triton.online_softmax import wide
 
 ENTRIES = 32
 
@@ -46,8 +46,8 @@ def gather_rows(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Te
             keys.shape[3],
             values.shape[3],
             N=ENTRIES,
-            D=max(ROWS, triton.next_power_of_2(keys.shape[3])),
-            DV=max(ROWS, triton.next_power_of_2(values.shape[3])),
+            D=wide(keys.shape[3]),
+            DV=wide(values.shape[3]),
         )
     return flat_keys, flat_values, starts
 
