@@ -23,7 +23,8 @@ from kvfold.fitted.numbers import NO_FILE, FileName
 from kvfold.fitted.of_model import write_fitted
 from kvfold.generation.reading import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
-from kvfold.hf.compiling import compiled_call
+from kvfold.generation.static.layer_graphs import compiled_step
+from kvfold.hf.compiling import compile_config
 from kvfold.hf.versions import CACHE
 from kvfold.measure.clock import compression_watched, seconds
 from kvfold.measure.peak import allocated, can_measure, peak_above, peak_of
@@ -42,7 +43,7 @@ PROJECTIONS = 64  # a fit chooses none, 64 or 256
 class ParticipantLabel:
     """Name of a participant: its side ("baseline", "kvfold" or a peer), method and budget.
 
-    `compiled` is true if decode steps run as one compiled graph.
+    `compiled` is true if decode steps run as compiled graphs.
     """
 
     side: str
@@ -247,13 +248,14 @@ def _scorer(subject: BenchModel) -> Scorer:
 
 
 class CompiledParticipant(MethodParticipant):
-    """A method whose decode steps run as one compiled graph; raises KvfoldError if it cannot."""
+    """A method whose decode steps run as compiled graphs; raises KvfoldError if it cannot."""
 
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
         check_compiled(self.model, self.cache)
         self.graph_cache: GraphCache | None = None
+        self.compiled_step = compiled_step(self.model, compile_config(None))
 
     def prefill(self, ids: Tensor, room: int) -> PrefillCost:
         taken = super().prefill(ids, room)
@@ -266,8 +268,8 @@ class CompiledParticipant(MethodParticipant):
         if self.graph_cache is None:
             super().forward(ids)
             return
-        forward = compiled_call(self.model)
-        forward(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: self.graph_cache})
+        options = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+        self.compiled_step(**options, **{CACHE: self.graph_cache})
         self.graph_cache.after_forward()
 
     def peak_alone(self, batch: int, length: int, room: int) -> None:

@@ -34,7 +34,9 @@ class Measurement(BaseModel, frozen=True):
     median. `cache_bytes` and `kept` (entries stored over entries seen) are taken after the first
     decode step. `peak_bytes` is the prefill's peak without the weights; on a CPU it is measured
     once per session, in a fresh process, and None in the other rounds. `largest_bytes` are the most
-    that the cache took after any decode step; None in records of older versions.
+    that the cache took after any decode step; None in records of older versions. `graph_seconds`
+    is the first step of a compiled participant, which makes its graphs or finds those of another
+    participant or process; None of others, and in the other rounds of a session.
     """
 
     prefill_seconds: float
@@ -46,6 +48,7 @@ class Measurement(BaseModel, frozen=True):
     kept: float
     peak_bytes: int | None
     largest_bytes: int | None = None
+    graph_seconds: float | None = None
 
     @property
     def first_token_seconds(self) -> float:

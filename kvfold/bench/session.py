@@ -85,15 +85,19 @@ class BenchSession:
             joining = [each for label, each in others.items() if _joins(label, missing, index)]
             participants = full + joining
             peaks: dict[ParticipantLabel, int | None] = {}
+            first_steps: dict[ParticipantLabel, float] = {}
             if index == 0:
                 peaks = _peaks(participants, cell, say)
-                warm_up(participants, ids)
+                first_steps = warm_up(participants, ids)
             measured = run_round(participants, ids, cell, random.Random(index), say)
             records = []
             for label in (each.label for each in participants):
                 about = self.about(index, label, str(kernels))
                 peak = peaks.get(label) or measured[label].peak_bytes
-                own = measured[label].model_copy(update={"peak_bytes": peak})
+                graph = first_steps.get(label) if label.compiled else None
+                own = measured[label].model_copy(
+                    update={"peak_bytes": peak, "graph_seconds": graph}
+                )
                 records.append(RoundRecord(**about, cell=cell, measured=own))
             yield records
 
@@ -179,12 +183,17 @@ def run_round(
 
 
 @torch.no_grad()
-def warm_up(participants: Sequence[Participant], ids: Tensor) -> None:
-    """A short prefill and one decode step per participant, so that no first call is timed."""
+def warm_up(participants: Sequence[Participant], ids: Tensor) -> dict[ParticipantLabel, float]:
+    """A short prefill and one decode step per participant, so that no round times a first call.
+
+    Seconds of each one's step: of compiled participants those in which their graphs are made.
+    """
+    first_steps = {}
     for participant in participants:
         participant.prefill(ids[:, :WARM_UP], 1)
-        participant.step(ids[:, :1])
+        first_steps[participant.label] = participant.step(ids[:, :1])
         participant.free()
+    return first_steps
 
 
 def _peaks(

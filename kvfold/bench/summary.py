@@ -29,7 +29,8 @@ class BenchRow:
     Seconds, tokens per second and `kept` are medians. `first_token`, `per_token`, `nbytes` and
     `peak` are ratios to the full cache of the same round; None if no round has both. Of whole
     answers, rounds of eviction included: `answer` is their time over the full cache's, `append`
-    over that of a method that appends, `largest` as `_size_ratio` has it.
+    over that of a method that appends, `largest` as `_size_ratio` has it. `graph_seconds` is the
+    median over sessions, None of participants without graphs.
     """
 
     cell: BenchCell
@@ -47,6 +48,7 @@ class BenchRow:
     answer: Quartiles | None
     append: Quartiles | None
     largest: Quartiles | None
+    graph_seconds: float | None
 
 
 def rows(records: Sequence[RoundRecord], side: str = "baseline") -> list[BenchRow]:
@@ -82,6 +84,7 @@ def _row(
         (record, full[place]) for record, place in zip(group, places, strict=True) if place in full
     ]
     appended = [(record, appending.get(_place_of(record))) for record in group]
+    graphs = [r.measured.graph_seconds for r in group if r.measured.graph_seconds is not None]
 
     def middle(value: Callable[[RoundRecord], float]) -> float:
         return statistics.median(value(record) for record in group)
@@ -106,6 +109,7 @@ def _row(
         spread(_time_ratio),
         Quartiles.of([_time_ratio(record, base) for record, base in appended if base is not None]),
         Quartiles.of([size for size in map(_size_ratio, group) if size is not None]),
+        statistics.median(graphs) if graphs else None,
     )
 
 

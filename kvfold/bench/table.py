@@ -21,15 +21,23 @@ ANSWERS = (
     "method of the same budget that appends; largest: bytes, x those of budget + interval entries"
 )
 
+GRAPHS = (
+    "seconds of the first compiled step, which makes a graph of a layer; later rows of one kind "
+    "share it, and later processes find it on the disk"
+)
+
 
 def tables(rows: Sequence[BenchRow], against: str = "the full cache") -> list[Table]:
-    """One table per cell, and one of whole answers if a method evicts in rounds."""
+    """One table per cell, one of whole answers if a method evicts in rounds, one of graphs."""
     shown = []
     for cell in dict.fromkeys(row.cell for row in rows):
         of_cell = [row for row in rows if row.cell == cell]
         shown.append(_table(f"{cell}, against {against}", of_cell))
         if any(row.largest for row in of_cell):
             shown.append(_answers(f"{cell}, and an answer of {cell.new_tokens:,}", of_cell))
+        compiled = [row for row in of_cell if row.graph_seconds is not None]
+        if compiled:
+            shown.append(_graphs(f"{cell}, the first graph", compiled))
     return shown
 
 
@@ -56,6 +64,13 @@ def _answers(title: str, rows: Sequence[BenchRow]) -> Table:
     shown = _empty(title, f"{ANSWERS}; {_rounds(rows)}", ("x full", "x append", "largest"))
     for row in rows:
         shown.add_row(str(row.label), spread(row.answer), spread(row.append), spread(row.largest))
+    return shown
+
+
+def _graphs(title: str, rows: Sequence[BenchRow]) -> Table:
+    shown = _empty(title, GRAPHS, ("seconds",))
+    for row in rows:
+        shown.add_row(str(row.label), f"{row.graph_seconds:.1f}")
     return shown
 
 

@@ -101,7 +101,7 @@ def command(
         from kvfold.bench.record import BenchCell, RoundRecord
         from kvfold.bench.session import BenchSession
         from kvfold.evidence.records import RecordFile
-        from kvfold.generation.static.decode import compiling
+        from kvfold.generation.static.compiler import compiling
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = labels(method or METHODS, words(budgets))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
@@ -34,8 +33,3 @@ def compile_config(given: CompileConfig | None) -> CompileConfig:
     config = CompileConfig(fullgraph=True) if given is None else copy.copy(given)
     config._compile_all_devices = True  # type: ignore[assignment]
     return config
-
-
-def compiled_call(model: PreTrainedModel) -> Any:
-    """The model's forward as one graph, which transformers makes once."""
-    return model.get_compiled_call(compile_config(None))

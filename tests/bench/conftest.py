@@ -16,7 +16,6 @@ from kvfold.bench import kvpress
 from kvfold.bench import participants as sides
 from kvfold.bench.models import BenchModel
 from kvfold.generation.static import decode as static_decode
-from kvfold.hf import compiling as hf_compiling
 from tests.helpers.benchmarks import STAND_IN
 
 
@@ -35,7 +34,7 @@ def no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs of operations that run one by one, which are quick to make."""
     quick = CompileConfig(fullgraph=True, backend="eager", mode=None)
-    monkeypatch.setattr(hf_compiling, "compile_config", lambda given: quick)
+    monkeypatch.setattr(sides, "compile_config", lambda given: quick)
     monkeypatch.setattr(static_decode, "compile_config", lambda given: quick)
     torch._dynamo.reset()
     yield

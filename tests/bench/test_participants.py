@@ -24,7 +24,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError
 from kvfold.evidence.records import RecordFile
 from kvfold.fitted.file import read_scorer_file
-from kvfold.generation.static.decode import compiling
+from kvfold.generation.static.compiler import compiling
 from tests.helpers.benchmarks import bench
 from tests.helpers.models import build
 
@@ -77,12 +77,15 @@ def test_compiled_sides_take_part_beside_eager_ones(
     assert result.exit_code == 0, result.output
     printed = " ".join(result.output.split())
     assert "left out: streaming_llm, 0.2, compiled:" in printed and "moves its sinks" in printed
-    made = [r.label for r in RecordFile(out, RoundRecord).load().records if r.side == "kvfold"]
+    records = RecordFile(out, RoundRecord).load().records
+    made = [record.label for record in records if record.side == "kvfold"]
     eager = [
         ParticipantLabel("kvfold", "h2o", "0.2"),
         ParticipantLabel("kvfold", "streaming_llm", "0.2"),
     ]
     assert made == [*eager, ParticipantLabel("kvfold", "h2o", "0.2", compiled=True)]
+    told = {record.label: record.measured.graph_seconds for record in records}
+    assert told[made[-1]] > 0 and not any(told[label] for label in eager)
 
 
 @pytest.mark.slow

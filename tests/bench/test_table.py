@@ -106,6 +106,20 @@ def test_a_picture_shows_names_with_dollars_as_they_are(
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_seconds_of_the_first_graph_are_a_table_of_their_own(subject: BenchModel) -> None:
+    cell, label = cell_of(subject), ParticipantLabel("kvfold", "snapkv", "0.5", compiled=True)
+    lines = [record(label, cell=cell, index=i, subject=subject) for i in range(2)]
+    assert len(tables(rows(lines))) == 1
+    measured = lines[0].measured.model_copy(update={"graph_seconds": 7.25})
+    lines[0] = lines[0].model_copy(update={"measured": measured})
+    (row,) = rows(lines)
+    assert row.graph_seconds == 7.25
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(tables([row])[1])
+    assert "the first graph" in captured.get() and "7.2" in captured.get()
+
+
 @pytest.mark.slow
 def test_the_summary_as_json(tmp_path: Path, no_peak: None) -> None:
     result = bench(

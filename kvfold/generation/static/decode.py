@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo
-from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -18,8 +14,10 @@ from kvfold.attention import handshake
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.generation.static.compiler import compiling
 from kvfold.generation.static.evicting import StaticEvicting
 from kvfold.generation.static.layer import StaticDense, StaticLayer
+from kvfold.generation.static.layer_graphs import steps_compiled
 from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
 from kvfold.hf.forward_hooks import ToldOfForwards
@@ -30,7 +28,6 @@ from kvfold.methods.stages.when import Hold, Once
 from kvfold.observers.of_layer import Observers
 from kvfold.observers.surprise import SurpriseNeed
 
-GRAPHS = 64  # most graphs of one model, before torch.compile refuses more
 # New tokens that `generate` produces by default
 NEW_TOKENS = 20
 
@@ -54,13 +51,13 @@ class GraphCache(Cache, ToldOfForwards):
         self.seen = self.cache.get_seq_length()
 
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
-        """Tells the cache of a forward outside of graphs; its mask is transformers'."""
-        if not torch.compiler.is_compiling():
+        """Tells the cache of a forward that reads the prompt; its mask is transformers'."""
+        if not torch.compiler.is_compiling() and self.seen is None:
             self.cache.forward_begins(ids, None, new)
 
     def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
-        """Tells the cache of a returned forward outside of graphs."""
-        if not torch.compiler.is_compiling():
+        """Tells the cache of a returned forward that has read the prompt."""
+        if not torch.compiler.is_compiling() and self.seen is None:
             self.cache.forward_returned(ids, logits)
 
     def after_forward(self) -> None:
@@ -79,7 +76,6 @@ class GraphCache(Cache, ToldOfForwards):
         layer = self.layers[layer_idx]
         if not isinstance(layer, StaticLayer):
             return self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
-        handshake.expect(layer)
         return layer.update(key_states, value_states)
 
     def nbytes(self) -> int:
@@ -119,22 +115,6 @@ class _AfterForward:
         return scores
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Context with the compiler's settings for graphs."""
-    from torch._inductor import config as inductor  # takes a second
-
-    with (
-        # Else sizes that happen to be equal in one cache would be required equal in all.
-        shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        # Else a read moved past a write would make it copy the whole buffers.
-        inductor.patch(reorder_for_locality=False),
-        # Each method that evicts has its own graphs.
-        dynamo.patch(recompile_limit=GRAPHS),
-    ):
-        yield
-
-
 def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
     """`model.generate` of at most `new` tokens, by one graph without breaks for all decode steps.
 
@@ -161,7 +141,7 @@ def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
         "logits_processor": [ended, _AfterForward(handed), *processors],
     }
     try:
-        with compiling():
+        with compiling(), steps_compiled(model):
             out = stock_generate(model, **options)
     finally:
         handed.hand_back()

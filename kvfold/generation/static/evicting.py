@@ -69,16 +69,14 @@ class StaticEvicting(StaticBuffers):
                 torch._dynamo.maybe_mark_dynamic(per_entry, 2)
         self._keep_in_place()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def _take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one entry per head `[B, H, 1, D]` into the next slot."""
         heads = self.positions.shape[1]
         newest = self.tokens.where(self.running, -1).to(self.positions.dtype)
         newest = newest.view(-1, 1, 1).expand(-1, heads, -1)
         self.positions.index_copy_(2, self.used.view(1), newest)
         self.tokens.add_(self.running)
-        return super().update(key_states, value_states)
+        return super()._take(keys, values)
 
     def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         added = self._hidden() if self.bias is None else self._hidden() + self.bias

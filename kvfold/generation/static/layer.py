@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvfold.attention import handshake
 from kvfold.cache.layer import CompressedLayer
 from kvfold.hf.attention import logit_options
 from kvfold.kernels.logits import LogitOptions
@@ -28,6 +29,16 @@ class StaticLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the layer is made from a filled one."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Takes one entry per head `[B, H, 1, D]`; the next attention is this layer's."""
+        handshake.expect(self)
+        return self._take(key_states, value_states)
+
+    def _take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
     def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` over all stored entries."""
@@ -96,13 +107,11 @@ class StaticBuffers(StaticLayer):
     def _held(self) -> list[Tensor]:
         return [held for held in vars(self).values() if isinstance(held, Tensor)]
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def _take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one entry per head `[B, H, 1, D]` into the next slot."""
         slot = self.used.view(1)
-        self.keys.index_copy_(2, slot, key_states)
-        self.values.index_copy_(2, slot, value_states)
+        self.keys.index_copy_(2, slot, keys)
+        self.values.index_copy_(2, slot, values)
         self.used.add_(1)
         return self.keys, self.values
 
@@ -132,11 +141,9 @@ class StaticDense(StaticBuffers):
         self.bias = self._widened_bias(layer)
         self._keep_in_place()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def _take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.visible.index_fill_(2, self.used.view(1), True)
-        return super().update(key_states, value_states)
+        return super()._take(keys, values)
 
     def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         return attend_to_buffers(query, self.keys, self.values, self.visible, self.bias, **options)

@@ -49,11 +49,9 @@ class StaticRagged(StaticLayer):
         """The layer's store."""
         return self.layer.state.ragged_store()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def _take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Holds one new entry per head `[B, H, 1, D]` until attention stores it."""
-        self.newest = key_states, value_states
+        self.newest = keys, values
         self.seen.add_(1)
         return self.newest
 

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.cache.fork import fork
+from kvfold.generation.static.layer_graphs import decoder_layers
 from kvfold.methods.stages.when import Hold
 from tests.helpers.budgets import NAMED, compressed
 from tests.helpers.compiled import (
@@ -99,9 +100,12 @@ def test_small_sizes_go_on_as_after_eager_decoding(model, spec, budget, protect)
 
 
 @pytest.mark.whole
-def test_every_method_decodes_the_same_or_is_refused(model):
-    refusing, evicting = [], set()
+def test_every_method_decodes_the_same_or_is_refused():
+    torch._dynamo.reset()
+    counters.clear()
+    refusing, evicting, hooked = [], set(), 0
     for spec in (spec for spec in NAMED if not spec.startswith("kvzip")):  # needs a tokenizer
+        model = small("llama")
         try:
             outs, caches = both(model, spec)
         except KvfoldError:
@@ -113,8 +117,10 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         stages = caches[0].method.stages()
         if isinstance(stages.when, Hold):
             evicting.add(repr((stages.score, stages.merge and stages.merge.one)))
-    # Beside those that evict: one for rectangles, one for segments.
-    assert graphs() == 2 + len(evicting)
+        hooked += decoder_layers(model) is None
+    # Beside those that evict: one for rectangles, one for segments, and one of a whole model.
+    assert graphs() == 2 + len(evicting) + hooked
+    assert hooked == 1  # PyramidInfer's own forwards ask for hidden states
     assert set(refusing) == {"cam", "streaming", "rounds", "sirllm"}
 
 
