@@ -47,13 +47,16 @@ def check_request(
     question_aware: bool,
     seed: int,
     tolerance: float,
+    error: float,
 ) -> None:
     """Raises KvfoldError if the result at `path` is of other methods, budgets or limits."""
     cells = [(method, budget) for method in asked for budget in asked[method]]
     protocol = protocol_of(tokens, question_aware, seed)
     of_cells = [(each.method, each.budget) for each in earlier.cells]
     check_made(path, "methods and budgets", _listed(of_cells), _listed(cells))
-    check_made(path, "tolerance", earlier.limits.mean_kl, limits_of(tolerance).mean_kl)
+    limits = limits_of(tolerance, error)
+    check_made(path, "tolerance", earlier.limits.mean_kl, limits.mean_kl)
+    check_made(path, "error", earlier.limits.error, limits.error)
     for option in ("tokens", "question_aware", "seed"):
         check_made(path, option, getattr(earlier.protocol, option), getattr(protocol, option))
 

@@ -29,7 +29,8 @@ class EncodedPrompt:
     """Token ids `ids [1, N]` of a prompt, up to where the answer begins.
 
     The first `context` tokens are compressed before the rest is read; None: all of them, together.
-    `spans` are half-open ranges of tokens. `seed` is that of random methods.
+    `spans` are half-open ranges of tokens. `seed` is that of random methods. `group` names the
+    prompts whose loss is bounded together with its own.
     """
 
     where: str
@@ -37,6 +38,7 @@ class EncodedPrompt:
     context: int | None
     spans: dict[str, Span]
     seed: int = 0
+    group: str | None = None
 
     @property
     def digest(self) -> str:
@@ -60,9 +62,10 @@ def encode(
     in what is compressed.
     """
     try:
-        return _encode(tokenizer, prompt, question_aware, seed)
+        made = _encode(tokenizer, prompt, question_aware, seed)
     except KvfoldError as refused:
         raise KvfoldError(f"{prompt.where}: {refused}") from refused
+    return replace(made, group=prompt.group)
 
 
 def _encode(
@@ -96,12 +99,17 @@ def _encode(
 def distinct(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
     """Prompts without repetitions: of equal tokens, the first, with the spans of all.
 
-    Raises KvfoldError for a span of the same name at another place of the same tokens.
+    Raises KvfoldError for a span of the same name at another place of the same tokens, and for a
+    prompt of two groups.
     """
     found: dict[tuple[tuple[int, ...], int | None], EncodedPrompt] = {}
     for prompt in prompts:
         key = tuple(prompt.ids[0].tolist()), prompt.context
         first = found.get(key, prompt)
+        if first.group != prompt.group:
+            raise KvfoldError(
+                f"{prompt.where} is the same prompt as {first.where}, which is in another group"
+            )
         for name, span in prompt.spans.items():
             if first.spans.get(name, span) != span:
                 raise KvfoldError(

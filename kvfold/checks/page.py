@@ -6,7 +6,14 @@ from __future__ import annotations
 from html import escape
 
 from kvfold.checks.chart import chart, legend
-from kvfold.checks.result import Certificate, CheckCell, CheckResult
+from kvfold.checks.result import (
+    EVERYTHING,
+    Certificate,
+    CheckCell,
+    CheckLimits,
+    CheckResult,
+    RiskBound,
+)
 from kvfold.evidence import page as pages
 from kvfold.evidence.estimates import IntervalEstimate
 from kvfold.evidence.page import facts, filled, table, template
@@ -30,6 +37,9 @@ def page(result: CheckResult) -> str:
         "SHORTEST": f"{limits.shortest:g}",
         "LONGEST": f"{limits.longest:g}",
         "CERTIFICATES": "".join(map(_certificate, result.certificates)),
+        "BOUNDS": "".join(_bound(each, limits) for each in result.bounds),
+        "CLIP": f"{limits.clip:g}",
+        "CONFIDENCE": f"{1 - limits.error:.4g}",
         "CHART": chart(result),
         "LEGEND": legend(result),
         "CELLS": table("", CELLS, map(_cell, result.cells)),
@@ -89,6 +99,28 @@ def _certificate(of: Certificate) -> str:
     sign = '<b class="yes">✓ certified</b>' if of.certified else '<b class="no">✗ refused</b>'
     hashed = f"<code>{of.digest}</code>"
     return f"<li>{sign} {escape(name)}: {escape(said)}{hashed}</li>"
+
+
+def bound_said(of: RiskBound, limits: CheckLimits) -> str:
+    """A bound as one line."""
+    if not of.confirmed:
+        return f"{of.method}: no bound: {of.reason}"
+    at = f" at {of.budget}, {of.kept:.0%} kept" if of.budget else ""
+    groups = "; ".join(
+        f"{'' if name == EVERYTHING else f'{name}: '}at most {group.bound:.3g} "
+        f"(measured {group.loss:.3g} on {group.prompts} prompts)"
+        for name, group in of.groups.items()
+    )
+    return (
+        f"{of.method}: bounded{at}, with {1 - limits.error:.4g} confidence: mean KL clipped at "
+        f"{limits.clip:g} {groups}"
+    )
+
+
+def _bound(of: RiskBound, limits: CheckLimits) -> str:
+    name, _, said = bound_said(of, limits).partition(": ")
+    sign = '<b class="yes">✓ bounded</b>' if of.confirmed else '<b class="no">✗ no bound</b>'
+    return f"<li>{sign} {escape(name)}: {escape(said)}</li>"
 
 
 def _cell(of: CheckCell) -> list[str]:

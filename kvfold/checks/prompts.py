@@ -28,8 +28,8 @@ class CheckPrompt(BaseModel, frozen=True):
     """One prompt: a user's message, a context with a question about it, or a chat so far.
 
     `spans` are named parts whose retention is measured: a text as it stands in the prompt, or
-    offsets `(start, stop)` of characters in `prompt` or `context`. `where` names the source in
-    messages. Other fields of a row are ignored.
+    offsets `(start, stop)` of characters in `prompt` or `context`. Prompts of a named `group` have
+    a bound of their own. `where` names the source in messages. Other fields of a row are ignored.
     """
 
     prompt: Filled | None = None
@@ -37,6 +37,7 @@ class CheckPrompt(BaseModel, frozen=True):
     question: Filled | None = None
     messages: tuple[PromptMessage, ...] = ()
     spans: dict[str, Filled | tuple[int, int]] = {}
+    group: Filled | None = None
     where: str = Field(default="", exclude=True)
 
     def form(self) -> str | None:

@@ -12,14 +12,22 @@ from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.evidence.estimates import IntervalEstimate
 from kvfold.measure.machine import MachineSetup
 
+EVERYTHING = "all"  # group of the prompts that name none
+
 
 class CheckLimits(BaseModel, frozen=True):
-    """Limits of a certificate: KL in nats per position, and the ratio of answer lengths."""
+    """Limits of a certificate: KL in nats per position, and the ratio of answer lengths.
+
+    A bound counts a prompt's mean KL up to `clip`, and is wrong with a probability of `error` at
+    most.
+    """
 
     mean_kl: float = 0.05
     p99_kl: float = 1.0
     shortest: float = 0.8
     longest: float = 1.25
+    clip: float = 1.0
+    error: float = 0.1
 
 
 class CheckProtocol(BaseModel, frozen=True):
@@ -117,6 +125,29 @@ class Certificate(BaseModel, frozen=True):
         return self.model_copy(update={"digest": sha256(run + said)})
 
 
+class GroupBound(BaseModel, frozen=True):
+    """Mean over a group's prompts of their clipped mean KL, and its upper confidence bound."""
+
+    prompts: int
+    loss: float
+    bound: float
+
+
+class RiskBound(BaseModel, frozen=True):
+    """The smallest budget of a method whose bounds are within the tolerance, by name of the group.
+
+    Valid for every distribution of prompts. Where none is `confirmed`, budget and groups are those
+    of the first that failed, for this `reason`.
+    """
+
+    method: str
+    confirmed: bool
+    budget: str | None
+    kept: float
+    reason: str
+    groups: dict[str, GroupBound]
+
+
 class CheckResult(BaseModel, frozen=True):
     """Everything that a check found.
 
@@ -135,6 +166,7 @@ class CheckResult(BaseModel, frozen=True):
     floor: float
     cells: tuple[CheckCell, ...]
     certificates: tuple[Certificate, ...]
+    bounds: tuple[RiskBound, ...]
     notes: tuple[str, ...]
     setup: MachineSetup
     commit: str | None

@@ -47,6 +47,9 @@ def command(
     tolerance: Annotated[
         float, typer.Option(min=0, help="Largest mean KL of a certificate, in nats per token.")
     ] = 0.05,
+    error: Annotated[
+        float, typer.Option(help="Most probable error of a bound: 0.1 gives 90 % confidence.")
+    ] = 0.1,
     attacks: Annotated[
         Path | None,
         typer.Option(
@@ -67,8 +70,8 @@ def command(
     """Compare methods with the full cache on your own prompts, without labels.
 
     Each method gets a certificate, the smallest kept part that stays within the tolerance on
-    held-out prompts, or is refused one. Exit code 0: all methods are certified; 1: one is not; 2:
-    the input is wrong.
+    held-out prompts, or is refused one; and a bound of its loss with a stated confidence. Exit code
+    0: all methods are certified; 1: one is not; 2: the input is wrong.
     """
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
@@ -80,7 +83,7 @@ def command(
     # Refused here, before a large model is loaded.
     named, amounts = listed(methods), words(budgets)
     asked = contenders(named, amounts, question_aware)
-    limits_of(tolerance)
+    limits_of(tolerance, error)
     check_apart([out, *(out / made for made in (RECORDS, RESULT, PAGE))], [prompts, attacks])
     check_folder(out)
     check_replaceable(out / RESULT)
@@ -95,6 +98,7 @@ def command(
             question_aware=question_aware,
             seed=seed,
             tolerance=tolerance,
+            error=error,
         )
     given = prompts_of(prompts)
     several(given)
@@ -115,6 +119,7 @@ def command(
             question_aware=question_aware,
             tokens=tokens,
             tolerance=tolerance,
+            error=error,
             attacks=requests,
             seed=seed,
             allow_longer=allow_longer,
@@ -129,7 +134,7 @@ def command(
 def _show(screen: Console, result: CheckResult, out: Path, as_json: bool, model: str) -> None:
     """Writes the result and its page; prints tables, or the result as JSON."""
     from kvfold.checks.page import page, smallest
-    from kvfold.cli.check_tables import cells_table, spans_table, verdict
+    from kvfold.cli.check_tables import bound_said, cells_table, spans_table, verdict
 
     write_text(out / RESULT, result.model_dump_json(indent=1) + "\n")
     write_text(out / PAGE, page(result))
@@ -142,6 +147,9 @@ def _show(screen: Console, result: CheckResult, out: Path, as_json: bool, model:
     for each in result.certificates:
         style = "green" if each.certified else "yellow"
         screen.print(Text(verdict(each), style=style), soft_wrap=True)
+    for bound in result.bounds:
+        style = "green" if bound.confirmed else "yellow"
+        screen.print(Text(bound_said(bound, result.limits), style=style), soft_wrap=True)
     for note in result.notes:
         screen.print(Text(note, style="dim"), soft_wrap=True)
     screen.print(Text(f"page: {(out / PAGE).resolve()}\nresult: {(out / RESULT).resolve()}"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from kvfold.checks.page import SPANS, span_rows
+from kvfold.checks.page import bound_said as bound_said
 from kvfold.checks.page import verdict as verdict
 from kvfold.checks.result import CheckResult
 from kvfold.evidence.tables import table

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from kvfold.checks.chart import points
-from kvfold.checks.page import claim, evidence, page, verdict
-from tests.helpers.checked import certificate, checked
+from kvfold.checks.page import bound_said, claim, evidence, page, verdict
+from kvfold.checks.result import CheckLimits
+from tests.helpers.checked import bound, certificate, checked
 from tests.helpers.inspected import Tags
 
 
@@ -22,11 +23,13 @@ def test_the_page_holds_every_number_and_hash() -> None:
     for hashed in (result.digest, result.prompts_digest, *(c.digest for c in result.certificates)):
         assert hashed in made
     assert made.count("✓ certified") == 1 and made.count("✗ refused") == 2
+    assert made.count("✓ bounded") == 1 and made.count("✗ no bound") == 2
 
 
 def test_names_are_text_and_there_is_no_script() -> None:
     made = page(checked())
     assert "<b>system" not in made and "<i>model" not in made and "&lt;b&gt;system" in made
+    assert "<u>law" not in made and "&lt;u&gt;law" in made
     assert "script" not in {name for name, _ in Tags(made).found}
     assert "@@" not in made and not re.search(r"https?://", made)
 
@@ -56,3 +59,14 @@ def test_verdicts_are_one_line() -> None:
         "a: certified at 0.35, 35% kept: mean KL 0.03, 99th percentile 0.6"
     )
     assert verdict(bad) == f"b: no certificate: {bad.reason}"
+
+
+def test_a_bound_says_its_level_its_clip_and_its_groups() -> None:
+    limits = CheckLimits(error=0.05, clip=0.5)
+    assert bound_said(bound("snapkv", True), limits) == (
+        "snapkv: bounded at 0.5, 50% kept, with 0.95 confidence: mean KL clipped at 0.5 at most "
+        "0.031 (measured 0.012 on 24 prompts)"
+    )
+    assert "law: at most 0.031" in bound_said(bound("snapkv", True, "law", "tax"), limits)
+    refused = bound_said(bound("snapkv", False), limits)
+    assert refused == "snapkv: no bound: the clipped mean KL may be 0.2, above 0.05"

@@ -36,6 +36,7 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
     good = kvfold_command(*arguments, "--methods", "kivi:bits=8")
     assert good.exit_code == 0, good.output
     assert "kivi:bits=8: certified: mean KL" in good.output
+    assert "kivi:bits=8: no bound: 4 prompts are too few: give at least 48" in good.output
     table = good.stdout.splitlines()[:5]
     assert max(map(len, table)) <= 80 and "kivi:bits=8" in table[4], table
     result = kvfold.CheckResult.model_validate_json((out / "check.json").read_text())
@@ -44,7 +45,12 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
     assert "<script" not in page and "<b>start" not in page and "&lt;b&gt;start" in page
     assert result.digest in page and result.certificates[0].digest in page
     assert kvfold_command(*arguments, "--methods", "kivi:bits=8").exit_code == 0
-    for other in (["--seed", "1"], ["--tolerance", "0.1"], ["--methods", "full"]):
+    for other in (
+        ["--seed", "1"],
+        ["--tolerance", "0.1"],
+        ["--error", "0.2"],
+        ["--methods", "full"],
+    ):
         said = refused(*arguments, "--methods", "kivi:bits=8", *other)
         assert "check.json is there already, made with" in said and "--force" in said
     for change, what in (("prompts", "other prompts"), ("model", "another model")):
@@ -83,6 +89,8 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--methods", ","], "no methods"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--budgets", "3"], "raise it to at least"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--tolerance", "inf"], "the tolerance is inf"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--error", "0"], "the error is 0"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--error", "0.6"], "the error is 0.6"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--budgets", ""], "an empty list"),
         ('{"prompt": "a", "x": ' + "1" * 5000 + "}", [], "prompts.jsonl:1: no JSON"),
         ('{"prompt": "a", "x": ' + "[" * 3000 + "]" * 3000 + "}", [], "prompts.jsonl:1: no JSON"),

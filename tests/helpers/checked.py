@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from kvfold.checks.result import (
+    EVERYTHING,
     AnswerLengths,
     Certificate,
     CheckCell,
     CheckLimits,
     CheckProtocol,
     CheckResult,
+    GroupBound,
     Leakage,
+    RiskBound,
     SpanRetention,
 )
 from kvfold.eval.run.cell import EvaluatedModel
@@ -58,6 +61,20 @@ def certificate(method: str, certified: bool) -> Certificate:
     ).signed("run")
 
 
+def bound(method: str, confirmed: bool, *groups: str) -> RiskBound:
+    held = 0.031 if confirmed else 0.2
+    return RiskBound(
+        method=method,
+        confirmed=confirmed,
+        budget="0.5",
+        kept=0.5,
+        reason="" if confirmed else "the clipped mean KL may be 0.2, above 0.05",
+        groups={
+            name: GroupBound(prompts=24, loss=0.012, bound=held) for name in groups or [EVERYTHING]
+        },
+    )
+
+
 def checked(methods: int = 3, certified: int = 1) -> CheckResult:
     """A result of `methods` methods, the first of them certified."""
     names = [f"method_{number}:option=value" for number in range(methods)]
@@ -77,6 +94,7 @@ def checked(methods: int = 3, certified: int = 1) -> CheckResult:
         floor=4e-8,
         cells=tuple(cell(name, kept, kl) for name in names for kept, kl in PARTS.items()),
         certificates=tuple(certificate(name, n < certified) for n, name in enumerate(names)),
+        bounds=tuple(bound(name, n < certified, "<u>law", "tax") for n, name in enumerate(names)),
         notes=("a note",),
         setup=MachineSetup(cpu="a", cores=2, gpu=None, threads=1, python="3", versions={}),
         commit="abc",
