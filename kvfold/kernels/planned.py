@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.kernels.logits import LogitOptions
@@ -18,18 +20,23 @@ from kvfold.kernels.triton import Rectangle, Room, Segments, attend, plan_for
 from kvfold.kernels.views import Flat, RaggedView
 
 Beside = tuple[Rectangle | None, Room]  # raw entries of each segment, and where they are
+Tail = tuple[Rectangle, Room]
 
 
-def attend_to_view(query: Tensor, stored: RaggedView, **options: Unpack[LogitOptions]) -> Tensor:
+def attend_to_view(
+    query: Tensor, stored: RaggedView, mask: Tensor | None, **options: Unpack[LogitOptions]
+) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` over all entries of the store.
 
-    Nothing is read back to the host, but for which cold entries a query recalls.
+    `mask`, bool or additive `[B, 1, 1, n]`, covers the last n entries, which are in every segment's
+    tail. Nothing is read back to the host, but for which cold entries a query recalls.
     """
     rows = query.reshape(len(stored.keys.gaps), -1, query.shape[-1])
     old, beside, tail = _sources(rows, stored)
     lengths = ([0] * len(rows),) * 2 if old is None else old.lengths
-    plan = plan_for(*lengths, (beside[1], tail[1]), query.device)
-    out, _ = attend(rows, plan, old, (beside[0], tail[0]), **options)
+    newest = tail[0] if mask is None else _hidden(tail[0], mask)
+    plan = plan_for(*lengths, (beside[1], tail[1]), stored.keys.tail)
+    out, _ = attend(rows, plan, old, (beside[0], newest), **options)
     return out.view(*query.shape[:3], -1)
 
 
@@ -47,12 +54,22 @@ def attend_to_visible(
     tail = Rectangle(keys.flatten(0, 1), values.flatten(0, 1), biases, visible.flatten(0, 1))
     nothing, whole = [0] * len(rows), (0,) * len(rows)
     rooms = Room(0, whole), Room(keys.shape[2], whole)
-    plan = plan_for(nothing, nothing, rooms, query.device)
+    plan = plan_for(nothing, nothing, rooms, keys)
     out, _ = attend(rows, plan, None, (None, tail), **options)
     return out.view(*query.shape[:3], -1)
 
 
-def _sources(rows: Tensor, stored: RaggedView) -> tuple[Segments | None, Beside, Beside]:
+def _hidden(tail: Rectangle, mask: Tensor) -> Rectangle:
+    """The rectangle without those of its last entries that a `mask [B or 1, 1, 1, n]` hides."""
+    older, heads = tail.keys.shape[1] - mask.shape[-1], len(tail.keys) // len(mask)
+    if mask.dtype == torch.bool:
+        shown = F.pad(mask[:, 0, 0], (older, 0), value=True)
+        return tail._replace(visible=shown.repeat_interleave(heads, 0))
+    added = F.pad(mask[:, 0, 0].float(), (older, 0)).repeat_interleave(heads, 0)
+    return tail._replace(bias=added if tail.bias is None else tail.bias + added)
+
+
+def _sources(rows: Tensor, stored: RaggedView) -> tuple[Segments | None, Beside, Tail]:
     """Encoded entries; raw ones before the tail; and the tail. `rows [R, G, D]` are queries."""
     keys, values, gaps = stored.keys.encoded, stored.values.encoded, stored.keys.gaps
     none: Beside = None, Room(0, (0,) * len(gaps))

@@ -50,10 +50,18 @@ def attend_to_segments(
     causal, the queries being the last S entries of every segment. Rows that see nothing are 0.
     """
     if mask is not None and query.shape[2] == 1:
+        planned = segments_path(query, stored, masked=False, **options) == "planned"
+        if planned and _is_of_tails(mask, stored.keys):
+            return _planned(query, stored, mask, options)
         shown = mask if mask.dtype == torch.bool else mask == 0
         mask = None if bool(shown.all()) else mask
     path = segments_path(query, stored, masked=mask is not None, **options)
     return PATHS[path](query, stored, mask, options)
+
+
+def _is_of_tails(mask: Tensor, keys: PartView) -> bool:
+    """True if a mask is alike for all heads, and of entries that are raw in every segment."""
+    return mask.shape[1] == 1 and mask.shape[-1] <= keys.tail.shape[2] - max(keys.gaps)
 
 
 def _blocks(
@@ -242,7 +250,7 @@ def _planned(
     """A step over entries of any kind on a GPU, in one launch of Triton."""
     from kvfold.kernels.planned import attend_to_view
 
-    return attend_to_view(query, stored, **options)
+    return attend_to_view(query, stored, mask, **options)
 
 
 def _rows(query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions) -> Tensor:

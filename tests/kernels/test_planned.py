@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvfold.kernels import dispatch, planned
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.single_query import attend_to_buffers
 from kvfold.kernels.views import Flat, PartView, RaggedView
 from kvfold.store.recalled import Recalling
+from tests.helpers.budgets import compressed
 from tests.helpers.gpu_inputs import DEVICE, SCALE, attended, noise
+from tests.helpers.models import build
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.turns import two_padded_turns
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("interpreter", "poison")
@@ -48,10 +54,12 @@ def part(encoded: Any, newest: list[Tensor], width: int) -> PartView:
     return PartView(encoded, buffer.unflatten(0, (BATCH, HEADS))[:, :, :width], gaps)
 
 
-def stored(kind: str, dtype: torch.dtype = torch.float32) -> RaggedView:
+def stored(
+    kind: str, dtype: torch.dtype = torch.float32, tails: Sequence[int] = TAILS
+) -> RaggedView:
     """Two rows of three heads, whose entries are of a kind."""
     keys, values = entries(OLD, 1, dtype), entries(OLD, 50, dtype)
-    tails, width = TAILS, max(TAILS)
+    width = max(tails)
     old: tuple[Any, Any] = (None, None)
     value_tails = tails
     if kind == "raw":
@@ -102,6 +110,41 @@ def test_a_step_is_attention_to_what_the_store_holds(kind, dtype, tolerance, gro
     torch.testing.assert_close(
         got.double(), expected_of(query, view), rtol=tolerance, atol=tolerance
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("rows", [1, BATCH])
+def test_a_mask_of_the_newest_entries_is_not_read_back(rows, additive, kind, monkeypatch):
+    """As of padding in later turns; the shortest tail has three entries."""
+    view = stored(kind, tails=[n + 2 for n in TAILS])
+    shown = torch.tensor([[True, False, True], [False, True, True]][:rows], device=DEVICE)
+    mask = shown[:, None, None]
+    if additive:
+        mask = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, -3.4e38)
+    keys, values = decoded(view)
+    for i in range(6):
+        own = shown[i // HEADS if rows > 1 else 0]
+        keys[i], values[i] = (torch.cat([x[i][:-3], x[i][-3:][own]]) for x in (keys, values))
+    query = noise(BATCH, HEADS * 4, 1, SIZE, seed=3)
+    out, _ = attended(query.view(6, -1, SIZE), keys, values)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__bool__", None)
+        got = attend_to_segments(query, view, mask, scale=SCALE)
+    torch.testing.assert_close(got.double(), out.view(got.shape), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_other_masks_take_plain_torch(kind, monkeypatch):
+    """Those of encoded entries, and of single query heads."""
+    view = stored(kind)
+    query = noise(BATCH, HEADS, 1, SIZE, seed=3)
+    wide = torch.ones(BATCH, 1, 1, min(TAILS) + 1, dtype=torch.bool, device=DEVICE)
+    by_head = wide[..., :1].repeat(1, HEADS, 1, 1)
+    wide[1, :, :, 0] = by_head[0, 1] = False
+    monkeypatch.setattr("kvfold.kernels.planned.attend_to_view", None)
+    for mask in (wide, by_head):
+        assert attend_to_segments(query, view, mask, scale=SCALE).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["none", "raw"])
@@ -261,3 +304,38 @@ def longer(tail: Tensor, grown: int) -> Tensor:
     """The tail and so many entries more of its buffer."""
     batch, heads, width, size = tail.shape
     return tail.as_strided((batch, heads, width + grown, size), tail.stride())
+
+
+@pytest.mark.slow
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("lengths", [(64,), (64, 40)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "adakv:window=8",
+        "kvzip",
+        "adakv:window=8 + match",
+        "kivi:group=8,residual=8",
+        "adakv:window=8 + turboquant:residual=8,sinks=2",
+        "adakv:window=8 + recall:read=3",
+    ],
+)
+def test_caches_answer_as_by_plain_torch(spec, lengths, monkeypatch):
+    """Two turns on a padded batch, through stores that encode and evict in between."""
+    model, launched, attend = build("llama").to(DEVICE), [], planned.attend
+
+    def noted(*args: Any, **options: Any) -> Any:
+        launched.append(args)
+        return attend(*args, **options)
+
+    monkeypatch.setattr(planned, "attend", noted)
+    logits = []
+    for interpreted in (True, False):
+        monkeypatch.setattr(dispatch, "triton_available", lambda _, found=interpreted: found)
+        cache = compressed(model, spec, tokenizer=word_tokenizer())
+        logits.append(two_padded_turns(model, cache, lengths, max_new_tokens=4))
+        if interpreted:
+            assert len(launched) >= 3 * len(model.model.layers)
+            launched.clear()
+    assert not launched
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # Entries that a program reads at a time
 BLOCK = 64
+# Plans that graphs may hold
+_used_with = WeakTensorKeyDictionary()
 # Programs of a launch: about four per multiprocessor of a large GPU; a part has two blocks or more.
 PROGRAMS = 512
 
@@ -24,7 +27,7 @@ class Room(NamedTuple):
     gaps: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LaunchPlan:
     """Parts of R segments, of `size` entries each: program i has part `part[i]` of `segment[i]`.
 
@@ -79,14 +82,17 @@ def plan_for(
     keys: Sequence[int],
     values: Sequence[int],
     rooms: tuple[Room, Room],
-    device: torch.device,
+    buffer: Tensor,
 ) -> LaunchPlan:
     """As `LaunchPlan.of`, one plan for all layers and steps until entries are encoded or evicted.
 
-    Rectangles may grow by an eighth of their slots, or a block, until there is another.
+    Rectangles may grow by an eighth of their slots, or a block, until there is another. A CUDA
+    graph holds addresses alone, so a plan lives as long as the `buffer` with which it was used.
     """
     beside, tail = (Room(_rounded(room.width), room.gaps) for room in rooms)
-    return _known(tuple(keys), tuple(values), (beside, tail), device)
+    plan = _known(tuple(keys), tuple(values), (beside, tail), buffer.device)
+    _used_with.setdefault(buffer, set()).add(plan)
+    return plan
 
 
 @lru_cache(maxsize=512)

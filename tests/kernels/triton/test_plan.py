@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of a step: every entry belongs to one program, and none is made anew while one serves."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from kvfold.kernels.triton import LaunchPlan, Rectangle, Room, attend, plan_for
+from kvfold.kernels.triton import plan as plan_module
 from tests.helpers.gpu_inputs import DEVICE, SCALE, attended, noise
 from tests.helpers.segment_kinds import assert_near, encoded, raw_beside
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("interpreter", "poison")
-PLACE = torch.device(DEVICE)
 
 
 @pytest.mark.parametrize("size", [None, 64, 192])
@@ -38,7 +41,7 @@ def test_one_plan_serves_layers_and_steps_until_a_rectangle_outgrows_it():
     lengths, gaps = [100, 20], (0, 3)
 
     def plan(width, keys=lengths):
-        return plan_for(keys, keys, (Room(0, (0, 0)), Room(width, gaps)), PLACE)
+        return plan_for(keys, keys, (Room(0, (0, 0)), Room(width, gaps)), torch.ones(1).to(DEVICE))
 
     known = [plan(width) for width in range(4, 65)]
     assert all(each is known[0] for each in known)
@@ -47,6 +50,18 @@ def test_one_plan_serves_layers_and_steps_until_a_rectangle_outgrows_it():
     assert plan(4, [100, 21]) is not known[0]
     for width in (1000, 4097, 70_000):
         assert width <= plan(width).rooms[1] < width * 9 / 8 + 64
+
+
+def test_a_plan_lives_as_long_as_a_buffer_that_it_was_used_with():
+    """Graphs have its addresses, and others may have taken its place among those that are known."""
+    buffer, rooms = torch.ones(1).to(DEVICE), (Room(0, (0, 0)), Room(3, (0, 3)))
+    one = weakref.ref(plan_for([987, 0], [987, 0], rooms, buffer))
+    plan_module._known.cache_clear()
+    gc.collect()
+    assert one() is not None
+    del buffer
+    gc.collect()
+    assert one() is None
 
 
 def test_a_plan_serves_every_length_that_it_has_room_for():
