@@ -112,6 +112,7 @@ def test_a_step_is_attention_to_what_the_store_holds(kind, dtype, tolerance, gro
     )
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # of the lowest number in base 2, to −∞
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("rows", [1, BATCH])
