@@ -72,7 +72,7 @@ def command(
         Path | None, typer.Option(help="Python interpreter of an environment with kvpress.")
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Also each method with compiled decoding (one graph).")
+        bool, typer.Option("--compile", help="Also each method with compiled decoding.")
     ] = False,
     throughput: Annotated[
         str | None,

@@ -50,7 +50,7 @@ def generate(
         compress: "per_chunk" brings every layer back to the budget after each piece, as if it were
             a turn. Memory is then that of a piece and of what is kept, and the result is an
             approximation, which `stats()` says.
-        compile: decode by one compiled graph (`decode_compiled`); the result is the same.
+        compile: decode by compiled graphs (`decode_compiled`); the result is the same.
         allow_longer: read a prompt that is longer than the texts the model was trained on. Tokens
             that are generated past that length are transformers' matter, which warns of them.
         reuse: "prefix" takes back what the cache read beyond the prefix it shares with `input_ids`.

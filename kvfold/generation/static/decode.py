@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding by one compiled graph."""
+"""Decoding by compiled graphs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class _AfterForward:
 
 
 def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
-    """`model.generate` of at most `new` tokens, by one graph without breaks for all decode steps.
+    """`model.generate` of at most `new` tokens, by graphs without breaks for all decode steps.
 
     At least the last token of `input_ids` is still to be read. Layers by kind:
 
