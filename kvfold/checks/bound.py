@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvfold.checks.encoded import EncodedPrompt
+from kvfold.checks.groups import bounded_groups, too_high
 from kvfold.checks.measure import PromptMeasurements
-from kvfold.checks.result import EVERYTHING, CheckCell, CheckLimits, GroupBound, RiskBound
-from kvfold.evidence.bounds import least_samples, upper_bound
-from kvfold.evidence.grouped import grouped
+from kvfold.checks.result import CheckCell, CheckLimits, GroupBound, RiskBound
 
 
 def risk_bound(
@@ -32,7 +31,7 @@ def risk_bound(
     method, found, reason = sequence[0].method, None, ""
     for cell in sequence:
         groups = groups_of(measured, batches, cell, limits)
-        reason = too_high(groups, limits)
+        reason = too_high(groups, limits.mean_kl, limits.error, "the clipped mean KL", limits.clip)
         if reason:
             break
         found = cell, groups
@@ -53,32 +52,11 @@ def groups_of(
     cell: CheckCell,
     limits: CheckLimits,
 ) -> dict[str, GroupBound]:
-    """Bounds of all groups of prompts, each with its part of the error (Bonferroni)."""
+    """Bounds of all groups of prompts, each with its part of the error."""
     at = cell.method, cell.budget
-    # Hashes give an order that no loss depends on; batches are sorted by length.
-    losses = grouped(
-        (prompt.group or EVERYTHING, (prompt.digest, min(limits.clip, float(np.mean(found.kl)))))
+    losses = (
+        (prompt.group, (prompt.digest, float(np.mean(found.kl))))
         for batch in batches
         for prompt, found in zip(batch, measured.distances(batch, at), strict=True)
     )
-    made = {}
-    for name, of_group in sorted(losses.items()):
-        clipped = np.array([loss for _, loss in sorted(of_group)])
-        bound = limits.clip * float(upper_bound(clipped / limits.clip, limits.error / len(losses)))
-        made[name] = GroupBound(prompts=len(clipped), loss=float(clipped.mean()), bound=bound)
-    return made
-
-
-def too_high(groups: dict[str, GroupBound], limits: CheckLimits) -> str:
-    """Reason why a group's mean loss is not confirmed to be within the tolerance, "" if all are."""
-    for name, of in groups.items():
-        if of.bound <= limits.mean_kl:
-            continue
-        least = least_samples(limits.mean_kl / limits.clip, limits.error / len(groups))
-        where = "" if list(groups) == [EVERYTHING] else f" of the group {name!r}"
-        if least is None:
-            return f"no number of prompts confirms a tolerance of {limits.mean_kl:g}"
-        if of.prompts < least:
-            return f"{of.prompts} prompts{where} are too few: give at least {least}"
-        return f"the clipped mean KL{where} may be {of.bound:.3g}, above {limits.mean_kl:g}"
-    return ""
+    return bounded_groups(losses, limits.error, limits.clip)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold check`: distance of methods to the full cache on one's own prompts, and certificates."""
+"""`kvfold check`: distance of methods to the full cache on one's own prompts, and certificates.
+
+The address of an endpoint is checked by `check_engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli import options
+from kvfold.cli import check_engine, options
 from kvfold.cli.bench import words
 from kvfold.cli.console import progress
+from kvfold.errors import KvfoldError
 from kvfold.evidence.outputs import check_apart, check_own
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
@@ -27,7 +31,10 @@ RESULT, PAGE = "check.json", "index.html"
 
 @options.with_options(loading=options.loading)
 def command(
-    model: options.ModelName,
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help='A folder, a hub id, "bundled", or an address: http://HOST/v1.')
+    ],
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -45,11 +52,20 @@ def command(
         int, typer.Option(min=2, help="Tokens of the full cache's answer that are forced.")
     ] = 64,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Largest mean KL of a certificate, in nats per token.")
+        float,
+        typer.Option(
+            min=0,
+            help="Largest mean KL of a certificate, in nats per token; of an address, largest "
+            "share of other first tokens.",
+        ),
     ] = 0.05,
     error: Annotated[
         float, typer.Option(help="Most probable error of a bound: 0.1 gives 90 % confidence.")
     ] = 0.1,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="What an address is compared with: a model, or another address."),
+    ] = None,
     attacks: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +88,28 @@ def command(
     Each method gets a certificate, the smallest kept part that stays within the tolerance on
     held-out prompts, or is refused one; and a bound of its loss with a stated confidence. Exit code
     0: all methods are certified; 1: one is not; 2: the input is wrong.
+
+    An OpenAI-compatible endpoint's address is compared with a --reference by first tokens; keys are
+    read from OPENAI_API_KEY, and REFERENCE_API_KEY for a reference at another host.
     """
+    if model.lower().startswith(check_engine.SCHEMES):
+        why = "an address is another engine's, with a cache of its own"
+        options.refuse_given(ctx, check_engine.OF_METHODS, why)
+        check_engine.check_address(
+            model,
+            reference,
+            prompts,
+            tolerance=tolerance,
+            error=error,
+            out=out,
+            force=force,
+            allow_longer=allow_longer,
+            as_json=as_json,
+            loading=loading,
+        )
+        return
+    if reference is not None:
+        raise KvfoldError("a model is compared with its own full cache: leave out --reference")
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         from kvfold.checks.check import ATTACK, check, contenders, limits_of, several

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of endpoints: what is asked, and one clear line for what cannot be."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvfold.checks.engines.client import Endpoint, key_of, split_address
+from kvfold.errors import KvfoldError
+from tests.helpers.stub_endpoint import served
+
+ASK = [{"role": "user", "content": "x"}]
+
+
+def known(_: str) -> dict[str, float]:
+    return {"a": 0.75, " b": 0.25}
+
+
+def test_the_only_model_is_asked_for_as_many_tokens_as_are_allowed() -> None:
+    with served(known, top=5) as url:
+        endpoint = Endpoint.of(url, None, ASK)
+        assert (endpoint.url, endpoint.model, endpoint.top) == (f"{url}/v1", "m", 5)
+        found = endpoint.top_tokens(ASK)
+    assert found.probabilities == {b"a": pytest.approx(0.75), b" b": pytest.approx(0.25)}
+
+
+def test_models_are_named_behind_the_address() -> None:
+    with served(known, models=("one", "two")) as url:
+        assert Endpoint.of(f"{url}/v1/#two", None, ASK).model == "two"
+        with pytest.raises(KvfoldError, match=f"serves one, two: name one, as {url}/v1#one"):
+            Endpoint.of(url, None, ASK)
+        with pytest.raises(KvfoldError, match="serves no model 'three'; it serves: one, two"):
+            Endpoint.of(f"{url}#three", None, ASK)
+
+
+def test_a_key_is_sent_and_never_said() -> None:
+    with served(known, key="secret") as url:
+        assert Endpoint.of(url, "secret", ASK).model == "m"
+        with pytest.raises(KvfoldError, match="answers 401: wrong key") as refused:
+            Endpoint.of(url, "other-key", ASK)
+    assert "other-key" not in str(refused.value)
+
+
+def test_a_reference_elsewhere_does_not_get_the_endpoints_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "one")
+    monkeypatch.delenv("REFERENCE_API_KEY", raising=False)
+    assert key_of("http://a:1/v1") == "one" == key_of("http://a:1", "http://a:1/v1")
+    assert key_of("http://b:1", "http://a:1") is None
+    monkeypatch.setenv("REFERENCE_API_KEY", "two")
+    assert key_of("http://b:1", "http://a:1") == "two"
+
+
+def test_what_gives_no_log_probabilities_is_refused() -> None:
+    with served(known, top=0) as url, pytest.raises(KvfoldError) as refused:
+        Endpoint.of(url, None, ASK)
+    assert "answers 400: at most 0 log probabilities; a check needs" in str(refused.value)
+    nothing = {"choices": [{"logprobs": None}]}
+    with (
+        served(known, change=lambda _: nothing) as url,
+        pytest.raises(KvfoldError, match="gives no log probabilities"),
+    ):
+        Endpoint.of(url, None, ASK)
+
+
+def test_no_server_is_one_line() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(KvfoldError, match=r"/v1/models does not answer: .*refused"):
+            Endpoint.of(url, None, ASK)
+
+
+@pytest.mark.parametrize("wrong", ["http://", "http://u:p@h/v1", "http://h:x", "http://h?key=1"])
+def test_addresses_that_cannot_be_are_refused(wrong: str) -> None:
+    with pytest.raises(KvfoldError, match="address") as refused:
+        split_address(wrong)
+    assert "u:p" not in str(refused.value)
