@@ -49,22 +49,26 @@ def segments_path(
 ) -> SegmentPath:
     """Path for `query [B, Hq, S, D]` over segments; `masked`: more than causality hides entries."""
     keys, values, unbiased = stored.keys, stored.values, stored.bias is None
-    form, of_values = _form(keys), _form(values)
-    if not masked and step_path(query, values.tail.shape[-1]) == "triton" and _plannable(stored):
+    # Asked first without a call: a step comes here in every layer.
+    triton = (query.is_cuda or INTERPRETED) and not masked
+    triton = triton and step_path(query, values.tail.shape[-1]) == "triton"
+    if triton and _plannable(stored):
         return "planned"
+    form: Form = getattr(keys.encoded, "form", OTHER)
     if form.kind == "recalled":
         return "recalled"
     if masked or query.shape[2] > 1:
         return "blocks"
+    of_values: Form = getattr(values.encoded, "form", OTHER)
     kind = form.kind if form.kind == of_values.kind else "other"
     softcap, size = options.get("softcap"), values.tail.shape[-1]
-    plain = _plain(**options)
+    plain = softcap is None and options.get("sink_logits") is None
     newest = max(keys.gaps) < keys.tail.shape[2]  # each segment has raw entries, too
     if kind == "raw" and newest:
-        if unbiased and rows_path(query, values.tail, softcap=softcap) != "torch":
-            return "rows"
         if unbiased and raw_path(query, keys.tail, values.tail) == "native":
             return "raw"
+        if unbiased and rows_path(query, values.tail, softcap=softcap) != "torch":
+            return "rows"
         if plain and query.shape[-1] == size and query.device.type == "cpu":
             return "each"
     elif kind == "packed" and unbiased:

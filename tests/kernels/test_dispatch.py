@@ -202,6 +202,7 @@ def test_a_step_over_raw_entries_goes_to_cpp_where_no_graph_needs_it(monkeypatch
 
 @pytest.mark.usefixtures("on_cpu")
 def test_raw_segments_go_to_one_launch_where_a_kernel_takes_them(monkeypatch):
+    monkeypatch.setattr(dispatch, "raw_path", lambda *_: "torch")
     monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: "varlen")
     stored = segments(raw(), raw())
     assert path(stored) == "rows"

@@ -146,6 +146,7 @@ def test_entries_with_a_bias_reach_no_kernel_that_knows_none(path, monkeypatch):
         called.append(path)
         return torch.zeros_like(query)
 
+    monkeypatch.setattr(dispatch, "raw_path", lambda *args: "torch")
     monkeypatch.setattr(dispatch, "rows_path", lambda *args, **options: path)
     monkeypatch.setitem(ragged.PATHS, "rows", kernel_for_plain_entries)
     attend_to_segments(query, held, None, scale=SCALE)

@@ -110,6 +110,22 @@ def test_a_decode_step_takes_few_calls_beside_its_layers(method: str) -> None:
     assert beside <= BESIDE[method]
 
 
+# The most of torch's operations in a layer's step, over stock transformers'.
+OPERATIONS = {"snapkv": 1.19, "adakv": 1.09, "h2o": 1.3, "d2o": 2.02}
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < COUNTED_WITH, reason=f"counted with {COUNTED_WITH}"
+)
+@pytest.mark.parametrize("method", OPERATIONS)
+def test_a_decode_step_takes_few_operations(method: str) -> None:
+    ours, stock = (
+        calls_per_step.total(calls_per_step.per_step(each, calls_per_step.operations))[0]
+        for each in (method, calls_per_step.STOCK)
+    )
+    assert 0 < stock < ours <= OPERATIONS[method] * stock
+
+
 QUANTIZED = ["kivi:group=8", "snapkv + kivi:group=8", "adakv + kivi:group=8", "adakv + turboquant"]
 
 
