@@ -22,7 +22,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.fitted.numbers import NO_FILE, FileName
 from kvfold.fitted.of_model import write_fitted
 from kvfold.generation.reading import read_turn
-from kvfold.generation.static.decode import GraphCache, check_compiled
+from kvfold.generation.static.decode import GraphCache, check_steps
 from kvfold.generation.static.layer_graphs import compiled_step
 from kvfold.hf.compiling import compile_config
 from kvfold.hf.versions import CACHE
@@ -253,7 +253,7 @@ class CompiledParticipant(MethodParticipant):
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
-        check_compiled(self.model, self.cache)
+        check_steps(self.model, self.cache, "compile=True")
         self.graph_cache: GraphCache | None = None
         self.compiled_step = compiled_step(self.model, compile_config(None))
 

@@ -18,7 +18,7 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     """
     store = state.ragged_store()
     tokens = state.sequence.tokens()
-    ended = [] if tokens is None else _ended(tokens, store.new[0] if decoding else 1)
+    ended = [] if tokens is None else rows_ended(tokens, store.new[0] if decoding else 1)
     if not store.pairs:
         if store.encode_due(decoding, observation, ended, state.sequence.positions):
             state.stay()
@@ -29,6 +29,6 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
             state.stay()
 
 
-def _ended(tokens: Tensor, newest: int) -> list[bool]:
+def rows_ended(tokens: Tensor, newest: int) -> list[bool]:
     """True for each row of `tokens [B, N]` with padding among its `newest` columns."""
     return (~tokens[:, tokens.shape[1] - newest :]).any(-1).tolist()

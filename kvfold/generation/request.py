@@ -17,7 +17,8 @@ from kvfold.generation.length import check_prompt
 from kvfold.generation.readers.layerwise import check_whole
 from kvfold.generation.reading import piece_turns
 from kvfold.generation.resume import Resumption, Reuse, past_switch, resumption
-from kvfold.generation.static.decode import NEW_TOKENS, check_compiled
+from kvfold.generation.static.captured import check_captured
+from kvfold.generation.static.decode import NEW_TOKENS, check_steps
 from kvfold.hf.lookups import check_answer, check_tokens
 from kvfold.hf.recurrent import restarts
 
@@ -32,6 +33,7 @@ class How:
     prefill_chunk: int | None = None
     compress: Compress = "at_end"
     compile: bool = False
+    capture: bool = False
     allow_longer: bool = False
     reuse: Reuse | None = None
 
@@ -90,10 +92,8 @@ class Request:
         check_tokens(model, input_ids)
         new = new_tokens(settings, total)
         check_answer(model, mask, new)
-        if how.compile and assisted:
-            raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
-        if how.compile:
-            check_compiled(model, cache, settings.num_beams or 1)
+        if how.compile or how.capture:
+            check_graph(model, cache, how, settings, options)
             cache.binding.check_length(total + max(0, new - 1))
         resumed = past_switch(model, resumption(cache, input_ids, mask, how.reuse), total, new)
         inputs.check_windows(resumed, mask)
@@ -171,6 +171,20 @@ def _columns_ahead(
         # Rows are multiplied after reading all but the last token, so that this is read once.
         stop = total - 1
     return stop
+
+
+def check_graph(
+    model: PreTrainedModel, cache: CompressedCache, how: How, settings: Any, options: dict[str, Any]
+) -> None:
+    """Raises KvfoldError or UnsupportedModel for steps that no graph can make."""
+    if how.compile and how.capture:
+        raise KvfoldError("compile=True and capture=True are two kinds of graphs: choose one")
+    option = "compile=True" if how.compile else "capture=True"
+    if is_assisted(options):
+        raise KvfoldError(f"{option} does not go with assisted decoding: choose one of them")
+    check_steps(model, cache, option, settings.num_beams or 1)
+    if how.capture:
+        check_captured(model, cache, settings)
 
 
 def check_compress(when: str) -> None:

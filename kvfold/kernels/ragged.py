@@ -23,6 +23,7 @@ from kvfold.kernels.recalled import attend_to_recalled
 from kvfold.kernels.segment_parts import (
     attended,
     hidden_slots,
+    hidden_too,
     joined,
     merged,
     newest_of,
@@ -220,6 +221,7 @@ def _packed(
     hidden = None
     if any(gaps):
         hidden = hidden_slots(gaps, new_keys.shape[1], torch.float32, query.device)[:, None]
+    hidden = hidden_too(hidden, mask, new_keys)
     new = attended(rows, new_keys, new_values, hidden, scale, softcap)
     return joined(query, old, new, options.get("sink_logits"))
 
@@ -237,6 +239,7 @@ def _per_token(
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
     old = native.attend_to_per_token(rows, keys, values, scale, softcap)
     of_keys, of_values, hidden = newest_of(stored)
+    hidden = hidden_too(hidden, mask, of_keys)
     if hidden is not None:
         hidden = F.pad(hidden, (keys.whole.lengths[0], 0))
     raw = keys.raw_before(of_keys), values.raw_before(of_values)
@@ -263,10 +266,31 @@ def _rows(query: Tensor, stored: RaggedView, mask: Tensor | None, options: Logit
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
     flat = keys.rows, values.rows, keys.starts, max(keys.lengths)
     old = attend_to_rows_varlen(rows, *flat, options["scale"])
-    by_row = rows.unflatten(0, (len(query), -1))
-    tail = attended(by_row, *tails(stored), options["scale"], None)
-    newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
+    of_keys, of_values, hidden = newest_of(stored)
+    hidden = hidden_too(hidden, mask, of_keys)
+    newest = attended(rows, of_keys, of_values, hidden, options["scale"], None)
     return joined(query, old, newest, options.get("sink_logits"))
+
+
+# Ways in which a mask of the newest entries may hide some.
+MASKED = ("packed", "per token", "planned", "rows")
+
+
+def attend_to_room(
+    query: Tensor,
+    stored: RaggedView,
+    visible: Tensor,
+    *,
+    padded: bool,
+    **options: Unpack[LogitOptions],
+) -> Tensor:
+    """As `attend_to_segments`, for one query; some of the last slots have no entry yet.
+
+    Bool `visible [B, 1, 1, n]` covers the last n slots, and is not read by the host. The numbers
+    that it hides are finite. `padded`: it hides more than the slots without an entry.
+    """
+    path = segments_path(query, stored, masked=padded, **options)
+    return PATHS[path if path in MASKED else "blocks"](query, stored, visible, options)
 
 
 def attend_to_rows_varlen(

@@ -6,8 +6,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.kernels.gather import as_added
 from kvfold.kernels.views import BLOCK, RaggedView
 
 
@@ -91,6 +93,23 @@ def _hidden(gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch
     first = torch.tensor(gaps, device=device)[:, None]
     shown = torch.zeros((), dtype=dtype, device=device)
     return shown.where(torch.arange(width, device=device) >= first, -torch.inf)
+
+
+def hidden_too(hidden: Tensor | None, mask: Tensor | None, newest: Tensor) -> Tensor | None:
+    """Additive mask `hidden [R, 1, n]` of `newest [R, n, D]`, and what `mask` hides of them.
+
+    Bool `mask [B, 1, 1, m]` covers the last m entries; None hides none.
+    """
+    if mask is None:
+        return hidden
+    added = as_added(~shown_slots(mask, *newest.shape[:2]), torch.float32)[:, None]
+    return added if hidden is None else hidden + added
+
+
+def shown_slots(mask: Tensor, segments: int, slots: int) -> Tensor:
+    """Bool mask `[segments, slots]` of the last slots; `mask [B, 1, 1, m]` covers the last m."""
+    shown = mask[:, 0, 0, -slots:].repeat_interleave(segments // len(mask), 0)
+    return F.pad(shown, (slots - shown.shape[1], 0), value=True)
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:

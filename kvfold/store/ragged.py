@@ -89,15 +89,12 @@ class RaggedStore(Store):
 
     def named(self) -> Named:
         """All tensors by name, as views, one for each segment."""
-        parts = (
-            {"columns": list(self._columns.split(self._counts))}
-            if self._columns is not None
-            else {}
-        )
+        parts: Named = {}
+        if self._columns is not None:
+            parts["columns"] = list(self._columns.split(self._counts))
         for kind, part in (("keys", self._keys), ("values", self._values), ("bias", self._bias)):
-            if part is None:
-                continue
-            parts |= {f"{kind}.{name}": tensors for name, tensors in part.named().items()}
+            if part is not None:
+                parts |= {f"{kind}.{name}": tensors for name, tensors in part.named().items()}
         return parts
 
     @property
@@ -156,6 +153,11 @@ class RaggedStore(Store):
         bias = None if self._bias is None else self._bias.view()
         return RaggedView(self._keys.view(), self._values.view(), self._new, bias)
 
+    def reserve(self, room: int) -> RaggedView:
+        """View whose tails end with room for `room` entries: write there, then append."""
+        keys, values, *bias = (part.reserve(room) for part in self._parts())
+        return RaggedView(keys, values, self._new + room, *bias)
+
     def dense(self) -> tuple[Tensor, Tensor]:
         """Decoded keys `[B, H, T, D]` and values `[B, H, T, Dv]`, padded on the left."""
         return self._keys.rectangle(self.length), self._values.rectangle(self.length)
@@ -181,12 +183,9 @@ class RaggedStore(Store):
     @property
     def columns(self) -> Tensor:
         """Columns of the entries `[B, H, T]`, int64, −1 where a shorter segment is padded."""
-        device, length = self.keys.device, self.length
+        device, length, old = self.keys.device, self.length, self.length - self._new
         out = torch.full((len(self._counts), length), -1, device=device)
-        out[:, length - self._new :] = torch.arange(
-            self._first_new, self._first_new + self._new, device=device
-        )
-        old = length - self._new
+        out[:, old:] = torch.arange(self._first_new, self._first_new + self._new, device=device)
         if self._columns is None:
             out[:, :old] = torch.arange(old, device=device)
         else:
@@ -253,8 +252,13 @@ class RaggedStore(Store):
         every = torch.arange(columns.shape[-1], device=slots.device).expand_as(columns)
         self._settle(columns, every.masked_fill(columns < 0, -1))
 
-    def due(self, decoding: bool) -> tuple[list[int], list[int]]:
-        """Number of keys and of values of each segment that are to be encoded now."""
+    def due(
+        self, decoding: bool, ended: Sequence[bool], more: int = 0
+    ) -> tuple[list[int], list[int]]:
+        """Number of keys and of values of each segment to encode, `more` entries from now.
+
+        None are of rows that have `ended`; empty: none has.
+        """
 
         def value_count(entries: int, encoded: int) -> int:
             count = self.encode.value_count(entries, encoded, decoding)
@@ -264,7 +268,10 @@ class RaggedStore(Store):
         def key_count(entries: int, encoded: int) -> int:
             return self.encode.key_count(entries, encoded, decoding)
 
-        return self._keys.due(key_count), self._values.due(value_count)
+        parts = self._keys.due(key_count, more), self._values.due(value_count, more)
+        for counts in parts if any(ended) else ():
+            counts[:] = [0 if ended[i // self.heads] else n for i, n in enumerate(counts)]
+        return parts
 
     def encode_due(
         self,
@@ -279,7 +286,7 @@ class RaggedStore(Store):
         of rows that have `ended`; empty: none has. `place` gives the positions of columns; None:
         the columns.
         """
-        of_keys, of_values = self._due_now(decoding, ended)
+        of_keys, of_values = self.due(decoding, ended)
         keys, values = self._keys, self._values
         first = keys.encoded is None
         if first or any(of_keys):
@@ -315,13 +322,6 @@ class RaggedStore(Store):
             of_segments = zip(slots.flatten(0, 1), alive, strict=True)
             mine.keep_codes(theirs, [at[there] for at, there in of_segments], old.length)
 
-    def _due_now(self, decoding: bool, ended: Sequence[bool]) -> tuple[list[int], list[int]]:
-        """As `due`, without entries of rows that have `ended`; empty: none has."""
-        parts = self.due(decoding)
-        for counts in parts if any(ended) else ():
-            counts[:] = [0 if ended[i // self.heads] else n for i, n in enumerate(counts)]
-        return parts
-
     def encode_with(self, second: RaggedStore, decoding: bool, ended: Sequence[bool] = ()) -> bool:
         """Encodes the entries that are due in both layers of a pair; true if there were any.
 
@@ -333,7 +333,7 @@ class RaggedStore(Store):
                 "MiniCache's pairs of layers share one tensor of directions, and the layers of a "
                 f"pair are on {self.keys.device} and {second.keys.device}: put them on one device"
             )
-        mine, theirs = self._due_now(decoding, ended), second._due_now(decoding, ended)
+        mine, theirs = self.due(decoding, ended), second.due(decoding, ended)
         parts = ((self._keys, second._keys), (self._values, second._values))
         for (own, other), counts, others in zip(parts, mine, theirs, strict=True):
             if own.encoded is not None and not any(counts):

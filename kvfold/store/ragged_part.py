@@ -90,6 +90,11 @@ class Part:
         shown = self.tail.shown  # in a step, a property less
         return PartView(self.encoded, self.tail.rows if shown is None else shown, self.gaps)
 
+    def reserve(self, room: int) -> PartView:
+        """View whose tail ends with `room` free slots, which are zero."""
+        length = self.tail.length
+        return PartView(self.encoded, self.tail.reserve(room)[:, :, : length + room], self.gaps)
+
     def rectangle(self, length: int) -> Tensor:
         """All entries, decoded, `[B, H, length, D]`; shorter segments padded on the left."""
         seen, rows = self.view(), self.tail.rows
@@ -164,10 +169,13 @@ class Part:
         assert isinstance(self.tail, SharedBuffer)
         self.tail.keep_own(slots)
 
-    def due(self, count: Callable[[int, int], int]) -> list[int]:
-        """Tail entries of each segment to encode: `count(entries, encoded)` less those encoded."""
+    def due(self, count: Callable[[int, int], int], more: int = 0) -> list[int]:
+        """Entries of each segment to encode once its tail has `more`.
+
+        They are `count(entries, encoded)` less those that are encoded.
+        """
         encoded = [0] * len(self.gaps) if self.encoded is None else self.encoded.lengths
-        sizes, tail = list(zip(encoded, self.gaps, strict=True)), self.tail.length
+        sizes, tail = list(zip(encoded, self.gaps, strict=True)), self.tail.length + more
         # Segments of equal sizes share one call: this runs at every step.
         new = {(n, gap): count(n + tail - gap, n) - n for n, gap in {*sizes}}
         return [new[size] for size in sizes]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding by one compiled graph, over layers of static buffers or ragged heads."""
+"""Decoding by one compiled graph or captured step, over layers of static buffers."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +20,10 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.static.compiler import compiling
 from kvfold.generation.static.evicting import StaticEvicting
 from kvfold.generation.static.layer import StaticDense, StaticLayer
-from kvfold.generation.static.layer_graphs import steps_compiled
+from kvfold.generation.static.layer_graphs import compiled_step
 from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
+from kvfold.hf.decode_steps import decode_steps_by
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
 from kvfold.hf.versions import CACHE
@@ -47,8 +51,21 @@ class GraphCache(Cache, ToldOfForwards):
 
     def fix(self) -> None:
         """Replaces the layers by static ones, once the prompt is read."""
-        self.layers = [fixed(layer, self.room) for layer in self.cache.compressed_layers]
+        self.layers = [self.fixed(layer) for layer in self.cache.compressed_layers]
         self.seen = self.cache.get_seq_length()
+
+    def fixed(self, layer: CompressedLayer) -> StaticLayer:
+        """Static layer of a layer between two forwards, with room for `room` more tokens."""
+        state = layer.state
+        if not state.stored().is_dense:
+            return self.ragged(layer)
+        if isinstance(state.plan.stages.when, Hold) and not state.phase.frozen:
+            return StaticEvicting(layer, self.room)
+        return StaticDense(layer, self.room)
+
+    def ragged(self, layer: CompressedLayer) -> StaticLayer:
+        """Static layer of one with a ragged store."""
+        return StaticRagged(layer)
 
     def forward_begins(self, ids: Tensor | None, mask: Tensor | None, new: int) -> None:
         """Tells the cache of a forward that reads the prompt; its mask is transformers'."""
@@ -84,24 +101,18 @@ class GraphCache(Cache, ToldOfForwards):
         layers = [layer for layer in self.layers if isinstance(layer, StaticLayer)]
         return sum(layer.nbytes(counted) for layer in layers)
 
-    def hand_back(self) -> None:
-        """Brings the cache to the state that eager decoding would have left, after errors too."""
-        handshake.forget()
+    def store(self) -> None:
+        """Has the cache's own layers hold what the static ones hold."""
         for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
             if isinstance(layer, StaticLayer):
                 layer.hand_back(own)
+
+    def hand_back(self) -> None:
+        """Brings the cache to the state that eager decoding would have left, after errors too."""
+        handshake.forget()
+        self.store()
         if self.seen is not None and self.cache.get_seq_length() > self.seen:
             self.cache.forward_failed(self.seen)
-
-
-def fixed(layer: CompressedLayer, room: int) -> StaticLayer:
-    """Static layer of a layer between two forwards, with room for `room` more tokens."""
-    state = layer.state
-    if not state.stored().is_dense:
-        return StaticRagged(layer)
-    if isinstance(state.plan.stages.when, Hold) and not state.phase.frozen:
-        return StaticEvicting(layer, room)
-    return StaticDense(layer, room)
 
 
 class _AfterForward:
@@ -113,6 +124,20 @@ class _AfterForward:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.cache.after_forward()
         return scores
+
+
+@contextmanager
+def handed_to_generate(cache: GraphCache, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Context with the `options` of `model.generate` that hand it `cache`, and afterwards back."""
+    # Behind the one that notes which rows have ended, before the caller's, which may fail.
+    ended, *processors = options["logits_processor"]
+    try:
+        yield options | {
+            CACHE: cache,
+            "logits_processor": [ended, _AfterForward(cache), *processors],
+        }
+    finally:
+        cache.hand_back()
 
 
 def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
@@ -131,51 +156,49 @@ def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
     """
     cache: CompressedCache = options[CACHE]
     handed = GraphCache(cache, room=max(0, new - 1))
-    # Behind the one that notes which rows have ended, before the caller's, which may fail.
-    ended, *processors = options["logits_processor"]
     configs = (options.get("generation_config"), model.generation_config)
-    given = [options.get("compile_config"), *(getattr(c, "compile_config", None) for c in configs)]
-    options |= {
-        CACHE: handed,
-        "compile_config": compile_config(next(filter(None, given), None)),
-        "logits_processor": [ended, _AfterForward(handed), *processors],
-    }
-    try:
-        with compiling(), steps_compiled(model):
-            out = stock_generate(model, **options)
-    finally:
-        handed.hand_back()
+    asked = [options.get("compile_config"), *(getattr(c, "compile_config", None) for c in configs)]
+    options |= {"compile_config": compile_config(next(filter(None, asked), None))}
+    steps = decode_steps_by(model, partial(compiled_step, model))
+    with handed_to_generate(handed, options) as given, compiling(), steps:
+        out = stock_generate(model, **given)
     if not isinstance(out, Tensor):
         setattr(out, CACHE, cache)
     return out
 
 
-def check_compiled(model: PreTrainedModel, cache: CompressedCache, beams: int = 1) -> None:
-    """Raises KvfoldError or UnsupportedModel if a graph cannot do the work of each step."""
-    reason = _step_of(cache.method.stages(), cache.states[0].observers)
+def check_steps(
+    model: PreTrainedModel, cache: CompressedCache, option: str, beams: int = 1
+) -> None:
+    """Raises KvfoldError or UnsupportedModel if a graph cannot do the work of each step.
+
+    `option` asked for the graph, and is named.
+    """
+    name = option.removesuffix("=True")
+    reason = step_beyond_graphs(cache.method.stages(), cache.states[0].observers)
     if reason is not None:
         raise KvfoldError(
-            f"compile=True does not go with {cache.method}, which {reason}: leave compile out"
+            f"{option} does not go with {cache.method}, which {reason}: leave {name} out"
         )
     if torch.is_autocast_enabled(model.device.type):
         raise KvfoldError(
-            "compile=True does not go with torch.autocast, which gives keys and values of two "
-            "dtypes: leave compile out, or load the model in 16 bits"
+            f"{option} does not go with torch.autocast, which gives keys and values of two "
+            f"dtypes: leave {name} out, or load the model in 16 bits"
         )
-    name = type(model).__name__
+    kind = type(model).__name__
     if len(cache.compressed_layers) < len(cache.layers):
         raise UnsupportedModel(
-            f"compile=True needs a model all of whose layers attend to their whole past, but some "
-            f"of {name} have a sliding window or a recurrent state: leave compile out"
+            f"{option} needs a model all of whose layers attend to their whole past, but some "
+            f"of {kind} have a sliding window or a recurrent state: leave {name} out"
         )
     reason = not_compiled_because(model)
     if reason is not None:
-        raise UnsupportedModel(f"compile=True cannot be used as {name} {reason}: leave compile out")
+        raise UnsupportedModel(f"{option} cannot be used as {kind} {reason}: leave {name} out")
     if beams > 1:
-        raise KvfoldError("compile=True is for greedy decoding and sampling, not for beams")
+        raise KvfoldError(f"{option} is for greedy decoding and sampling, not for beams")
 
 
-def _step_of(stages: Stages, observers: Observers) -> str | None:
+def step_beyond_graphs(stages: Stages, observers: Observers) -> str | None:
     """Work of a method's steps that a graph cannot do; None if there is none."""
     if stages.positions == "reindex":
         return "moves its sinks at every step"

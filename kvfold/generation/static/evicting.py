@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,6 +41,8 @@ class StaticEvicting(StaticBuffers):
         super().__init__(layer, room)
         self.left = self.keys.shape[2] - self.first
         self.plan, self.capacity, self.prefix = state.plan, state.capacity, state.phase.prefix
+        if self.capacity is not None:
+            self.room = math.inf  # moves kept entries together
         merge = state.plan.stages.merge
         self.merge_one = None if merge is None else merge.one
         self.tokens, self.phase = state.seen_per_row().clone(), state.phase

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer while a compiled graph decodes."""
+"""One layer while a graph decodes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from kvfold.kernels.single_query import attend_to_buffers
 
 
 class StaticLayer(CacheLayerMixin):
-    """A cache layer inside a compiled graph. Counts are tensors: numbers would be constants."""
+    """A cache layer inside a graph. Counts are tensors: numbers would be constants."""
 
     is_compileable = True
     is_sliding = False
+    room: float = math.inf  # steps until it must be handed back and made anew
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +82,7 @@ class StaticBuffers(StaticLayer):
     def __init__(self, layer: CompressedLayer, room: int) -> None:
         super().__init__()
         store = layer.state.dense_store()
+        self.room = room
         self.first = store.keys.shape[2]
         # A view would bring its base's shape into the graph.
         self.keys, self.values = (buffer.data for buffer in store.reserve(room))

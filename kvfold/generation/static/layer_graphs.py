@@ -47,16 +47,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module] | None:
     return None if hooked else layers
 
 
-@contextmanager
-def steps_compiled(model: PreTrainedModel) -> Iterator[None]:
-    """While it lasts, `generate` takes its compiled forward from `compiled_step`."""
-    vars(model)["get_compiled_call"] = partial(compiled_step, model)
-    try:
-        yield
-    finally:
-        vars(model).pop("get_compiled_call", None)
-
-
 class LayerGraphs:
     """A forward whose layers run as graphs; torch makes one for each kind of layer.
 

@@ -112,7 +112,8 @@ def leaving(
     positions and forced `[B, H, T]` as for `choose`, which would keep all other slots. The
     observation holds the budget.
     """
-    return leaving_beside(stages, observation, staying(stages, positions, forced, capacity))
+    stay = staying(stages, positions, forced, capacity)
+    return _checked_lowest(stages, _scores_beside(stages, observation, stay))
 
 
 def staying(stages: Stages, positions: Tensor, forced: Tensor | None, capacity: Tensor) -> Tensor:
@@ -124,9 +125,16 @@ def staying(stages: Stages, positions: Tensor, forced: Tensor | None, capacity: 
 
 
 def leaving_beside(stages: Stages, observation: Observation, stay: Tensor) -> Tensor:
-    """As `leaving`, where `stay [B, H, T]` marks all slots that cannot be evicted."""
-    scores = scores_of(stages, observation, stay.shape[1])
-    return _checked_lowest(stages, scores.masked_fill(stay, torch.inf))
+    """As `leaving`, where `stay [B, H, T]` marks all slots that cannot be evicted.
+
+    For steps of a graph, which cannot raise: NaN is not looked for.
+    """
+    return lowest(_scores_beside(stages, observation, stay))
+
+
+def _scores_beside(stages: Stages, observation: Observation, stay: Tensor) -> Tensor:
+    """Scores `[B, H, T]`, ∞ for those that `stay`."""
+    return scores_of(stages, observation, stay.shape[1]).masked_fill(stay, torch.inf)
 
 
 def leaving_between(
