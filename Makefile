@@ -19,19 +19,23 @@ TORCHAO ?= torchao==0.18.0
 # The ends of the range of transformers in kvfold/hf/versions.py, and the tests that both pass.
 ENDS := 5.15.0 5.24.0
 OF_ENDS := tests/hf tests/attention tests/cache tests/generation tests/contexts
-# A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
-# Without, `make real` and `make test-real` make .models/smollm2 and use it.
+# A model's folder or hub id, or the name of one of MADE: `make demo REAL=gemma3 BOOK=alice.txt` runs
+# the demo on it. Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
-# What is fitted for the model of `make real`: for --method zap:file=..., qfilter:file=...,
-# duo:file=..., "snapkv + curve:file=..."
-FITTED := .models/smollm2
-FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
+MADE := smollm2 gemma3
 BOOK ?=
 # The home folder as ~, which bash puts in by itself and other shells do not. The | marks a path's
 # first character, as functions of words would join spaces.
 at_home = $(if $(filter |~/%,$(firstword |$1)),$(subst |~/,$(HOME)/,|$1),$1)
 override REAL := $(call at_home,$(REAL))
 override BOOK := $(call at_home,$(BOOK))
+# The folder of a name of MADE, unless a folder here has this name.
+of_name = $(if $(filter $(MADE:%=|%|),|$(subst $() $(),|,$1)|),$(if $(wildcard $1/.),$1,.models/$1),$1)
+override REAL := $(call of_name,$(REAL))
+# What is fitted for a model of MADE: for --method zap:file=..., qfilter:file=..., duo:file=...,
+# "snapkv + curve:file=..."
+FITTED := $(or $(REAL),.models/smollm2)
+FIT = $(BIN)/kvfold fit $(FITTED) docs/*.md --passages 24 --words 400
 # Recipes take them from the environment, as paths may hold spaces and quotes.
 export REAL BOOK
 # Byte code is kept: else each worker and each child process of the tests compiles all modules anew.
@@ -51,9 +55,11 @@ demo: .venv/installed $(if $(REAL),real)
 real: .venv/installed
 	$(BIN)/python -m real_model.make $(if $(REAL),"$$REAL")
 
-# Anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier files are replaced.
+# Of SmolLM2 anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier
+# files are replaced. A scorer that was stopped goes on.
 fits: real
-	$(if $(REAL),$(error make fits fits .models/smollm2: for another model see kvfold fit --help))
+	$(if $(filter-out $(MADE:%=.models/%),$(subst $() $(),|,$(FITTED))),$(error make fits fits \
+		$(MADE:%=.models/%): for another model see kvfold fit --help))
 	$(FIT) --force --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors
 	$(FIT) --force --scorer qfilter --out $(FITTED)-filters.safetensors
 	$(FIT) --force --scorer duo --out $(FITTED)-heads.safetensors

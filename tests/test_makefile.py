@@ -64,6 +64,9 @@ def made(folder: Path, *words: str, home: str = "/home/me") -> int:
         ("~/two  spaces/of~/a, b", "/home/me/two  spaces/of~/a, b"),
         ("two  spaces/ ~/a", "two  spaces/ ~/a"),
         ("org/model", "org/model"),
+        ("gemma3", ".models/gemma3"),
+        (".models/gemma3", ".models/gemma3"),
+        ("my gemma3", "my gemma3"),
     ],
 )
 def test_paths_are_taken_as_they_are(folder: Path, real: str, taken: str) -> None:
@@ -99,9 +102,28 @@ def test_the_demo_installs_the_runtime_alone(folder: Path, target: str, extras: 
     assert {line.split()[-1].strip('"') for line in editable} == extras
 
 
-def test_another_model_is_not_fitted_in_place_of_the_one_made(folder: Path) -> None:
-    assert made(folder, "--dry-run", "fits") == 0
-    assert made(folder, "--dry-run", "fits", "REAL=other") != 0
+def test_a_folder_here_wins_over_the_name_of_a_model(folder: Path) -> None:
+    (folder / ".venv").mkdir()
+    (folder / ".venv/installed").touch()
+    (folder / "gemma3").mkdir()
+    command = ["make", "--dry-run", "demo", "REAL=gemma3", "--eval=$(info it is $(REAL))"]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("it is gemma3\n")
+
+
+@pytest.mark.parametrize("model", ["", "REAL=smollm2", "REAL=gemma3", "REAL=.models/gemma3"])
+def test_a_model_that_is_made_here_is_fitted_in_its_place(folder: Path, model: str) -> None:
+    command = ["make", "--dry-run", "fits", *([model] if model else [])]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    fits = [line for line in ran.stdout.splitlines() if "kvfold fit" in line]
+    place = ".models/gemma3" if "gemma3" in model else ".models/smollm2"
+    assert len(fits) == 4
+    assert all(f"fit {place} " in fit and f"--out {place}-" in fit for fit in fits)
+
+
+@pytest.mark.parametrize("model", ["other", "gemma3 .models/smollm2", "my gemma3"])
+def test_another_model_is_not_fitted_in_place_of_one_made(folder: Path, model: str) -> None:
+    assert made(folder, "--dry-run", "fits", f"REAL={model}") != 0
 
 
 def test_ci_s_versions_are_within_the_ranges_for_users() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A really trained model, in float32 and float64, and a real text: one of each for all tests.
 
-`REAL` names another model's folder or hub id, `REAL_TEXT` a book; else the text is the reference of
-the language that Python ships.
+`REAL` names another model's folder or hub id, or another model that `make real` makes; `REAL_TEXT`
+names a book, else the text is the reference of the language that Python ships.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from kvfold.loading import Loading, load
-from real_model.make import FOLDER
+from real_model.models import SMOLLM2, named
 
 transformers.logging.set_verbosity_error()
 
@@ -27,10 +27,13 @@ transformers.logging.set_verbosity_error()
 @pytest.fixture(scope="session")
 def folder() -> str:
     """Where the model is."""
-    name = os.environ.get("REAL") or str(FOLDER)
-    if name == str(FOLDER) and not FOLDER.is_dir():
-        pytest.skip(f"there is no model in {FOLDER}: `make real` makes it")
-    return name
+    name = os.environ.get("REAL") or SMOLLM2.name
+    made = named(name)
+    if made is None:
+        return name
+    if not made.folder.is_dir():
+        pytest.skip(f"there is no model in {made.folder}: `make real REAL={made.name}` makes it")
+    return str(made.folder)
 
 
 @pytest.fixture(scope="session")

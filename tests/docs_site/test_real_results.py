@@ -33,7 +33,7 @@ from kvfold.report.board import boards
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
 from kvfold.report.tables import by_task, markdown
-from real_model.make import FITTED
+from real_model.models import SMOLLM2
 from tests.helpers.reports import HERE, MODEL, made
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_fitted_methods_were_run_with_the_fits_that_make_real_brings() -> None:
     ours = {
         digest
         for method, file in FITS.items()
-        for digest in digests(f"{method}:file={FITTED / file}.safetensors")
+        for digest in digests(f"{method}:file={SMOLLM2.fitted / file}.safetensors")
     }
     found = {
         digest for one in load_results([RESULTS / "records.jsonl"]) for digest in one.cell.files
