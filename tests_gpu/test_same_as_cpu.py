@@ -98,6 +98,14 @@ def test_compiled_decoding_is_eager_decoding(on_gpu, spec):
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("spec", KINDS)
+def test_captured_decoding_is_eager_decoding(on_gpu, spec):
+    expected, there = generated(on_gpu, spec, (64,))
+    logits, here = generated(on_gpu, spec, (64,), capture=True)
+    assert positions(here) == positions(there)
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("method", ["snapkv", "adakv", "kvzip", "kvzip + kivi:bits=4"])
 def test_a_context_of_a_gpu_answers_on_a_cpu(method, tmp_path):
     file = tmp_path / "context.safetensors"
