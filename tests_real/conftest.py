@@ -65,8 +65,10 @@ def exact(model: Any) -> Any:
 
 def float64_norm(norm: Any) -> nn.Module:
     """The same norm without a detour through float32."""
-    made = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
-    made.weight = norm.weight
+    of_gemma = type(norm).__name__.startswith("Gemma")  # whose weights are those beside 1
+    epsilon = norm.eps if of_gemma else norm.variance_epsilon
+    made = nn.RMSNorm(norm.weight.shape, epsilon, dtype=torch.float64)
+    made.weight = nn.Parameter(1 + norm.weight) if of_gemma else norm.weight
     sample = torch.randn(norm.weight.shape, dtype=torch.float64)
     torch.testing.assert_close(made(sample), norm(sample), rtol=1e-5, atol=1e-5)
     return made
