@@ -114,6 +114,17 @@ def command(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running answers to end after a stop.")
     ] = 30.0,
+    shadow: Annotated[
+        float,
+        typer.Option(
+            help="Part of the answers from contexts that are compared with a full cache's when the "
+            "server is idle: 0.01."
+        ),
+    ] = 0.0,
+    shadow_tolerance: Annotated[
+        float,
+        typer.Option(help="Largest mean loss of these, as --tolerance of `kvfold check`."),
+    ] = 0.05,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -204,6 +215,8 @@ def command(
             untested_gpu=untested_gpu,
         )
         return
+    if "shadow_tolerance" in given and not shadow:
+        raise KvfoldError("--shadow-tolerance needs --shadow: the part of answers to compare")
     if vllm or level is not None or every is not None or untested_gpu:
         raise KvfoldError("--vllm, --level, --every and --untested-gpu are for --engine vllm")
     out = console()
@@ -243,6 +256,8 @@ def command(
         special_tokens=special_tokens,
         allow_longer=allow_longer,
         grace=grace,
+        shadow=shadow,
+        shadow_tolerance=shadow_tolerance,
         origins=tuple(allow_origin or ()),
     )
     # Refused here, before a large model is loaded.
@@ -262,6 +277,10 @@ def command(
 
 def _check_for_vllm(given: Mapping[str, str]) -> None:
     """Raises KvfoldError if options were `given` that have no meaning with vLLM."""
+    if "shadow" in given:
+        raise KvfoldError(
+            "--shadow compares answers of kvfold's own server: leave it out with --engine vllm"
+        )
     idle = [option for name, option in given.items() if name not in OF_VLLM]
     if idle:
         raise KvfoldError(

@@ -7,8 +7,9 @@ Methods of `Engine` run in worker threads; the HTTP side hands them over as jobs
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from threading import Event
@@ -40,6 +41,8 @@ from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, Context
 from kvfold.serve.served_model import AnswerFinished, ServedModel
 from kvfold.serve.sessions import Sessions
 from kvfold.serve.settings import ServerSettings
+from kvfold.serve.shadow import Shadow, ShadowReader
+from kvfold.serve.shadows import Shadows
 from kvfold.serve.stored import PrefixKey, Stored
 from kvfold.serve.worker_threads import WorkerThreads
 
@@ -47,6 +50,36 @@ from kvfold.serve.worker_threads import WorkerThreads
 CERTAIN = 0.95
 Put = Callable[[Any], None]
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """All tokens of a prompt, and a cache to generate with, which holds `cached` of them.
+
+    `held` is the context that the cache was forked from, `turns` the tokens after it, if any.
+    """
+
+    cache: CompressedCache
+    ids: list[int]
+    cached: int = 0
+    held: Stored[Context] | None = None
+    turns: tuple[list[int], ...] = ()
+
+    @classmethod
+    def after(
+        cls,
+        held: Stored[Context],
+        context: Context,
+        turns: list[list[int]],
+        reader: CompressedCache,
+    ) -> PreparedPrompt:
+        """The prompt of some turns after a context, and the cache that read these."""
+        read: list[int] = context.ids[0].tolist()
+        return cls(reader, [*read, *chain(*turns)], len(read), held, tuple(turns))
+
+    def shadow(self, answer: Sequence[int]) -> Shadow | None:
+        """What it takes to compare the answer later; None where a full cache gave it."""
+        return None if self.held is None else Shadow.of(self.held, self.turns, answer)
 
 
 class Engine(ServedModel):
@@ -82,6 +115,10 @@ class Engine(ServedModel):
             self.check_wanted,
         )
         self.sessions = Sessions(self)
+        self.shadows: Shadows | None = None
+        if settings.shadow:
+            reader = ShadowReader(model, self.contexts, self._reader, self.token_bytes)
+            self.shadows = Shadows(settings, self.workers, reader.loss)
 
     # --- answers ----------------------------------------------------------------------------
 
@@ -93,31 +130,35 @@ class Engine(ServedModel):
         Raises ApiError: before `AnswerStarted` for a request that is refused, later for what only
         the generation refuses, and if the client hung up or the server stops.
         """
+        shadows = self.shadows if self.shadows is not None and self.shadows.sampled() else None
         if isinstance(request, ChatRequest) and request.session_id is not None:
-            return self.sessions.answer(request, put, cancelled)
+            done = self.sessions.answer(request, put, cancelled)
+            if shadows is not None:
+                shadows.skip("session")
+            return done
         self.start_job(cancelled)
-        with refusals(), self._prepared(request) as (cache, ids, cached):
-            done = self.generate_answer(request, cache, ids, cached, put, cancelled)
+        with refusals(), self._prepared(request) as prompt:
+            ids = prompt.ids
+            done = self.generate_answer(request, prompt.cache, ids, prompt.cached, put, cancelled)
+            shadow = None if shadows is None else prompt.shadow(done.said)
         self.check_wanted()
+        if shadows is not None:
+            shadows.add(shadow)
         return done
 
     @contextmanager
-    def _prepared(
-        self, request: ChatRequest | CompletionRequest
-    ) -> Iterator[tuple[CompressedCache, list[int], int]]:
-        """The cache to generate with, all prompt tokens, and how many of these the cache holds.
+    def _prepared(self, request: ChatRequest | CompletionRequest) -> Iterator[PreparedPrompt]:
+        """The prompt to answer, its context kept in memory for the block.
 
         Raises ApiError for a missing context, an empty prompt and a prompt that is too long.
         """
         if request.context_id is not None:
-            with self.contexts.reading(request.context_id) as context:
+            held = self.contexts.get(request.context_id)
+            with self.contexts.reading(held.id, held) as context:
                 turns = self._turn_ids(request, context)
-                rest = list(chain(*turns))
-                self.prompts.check_length(len(rest))
-                ids = context.ids[0].tolist() + rest
-                reader = self._fork(context)
-                self._read_turns(reader, context, turns)
-                yield reader, ids, context.ids.shape[1]
+                self.prompts.check_length(sum(map(len, turns)))
+                reader = self._reader(context, turns)
+                yield PreparedPrompt.after(held, context, turns, reader)
             return
         parts: list[str] = []
         if isinstance(request, ChatRequest):
@@ -134,7 +175,7 @@ class Engine(ServedModel):
         with ExitStack() as stack:
             found = self._longest_prefix(ids, parts) if request.prefix_cache else None
             if found is None:
-                yield CompressedCache(self.model, "full"), ids, 0
+                yield PreparedPrompt(CompressedCache(self.model, "full"), ids)
                 return
             held, rest = found
             try:
@@ -142,10 +183,17 @@ class Engine(ServedModel):
                 reader = self._fork(context)
             except ApiError as refused:
                 log.warning("a prompt begins with context %s, but %s", held.id, refused)
-                yield CompressedCache(self.model, "full"), ids, 0
+                yield PreparedPrompt(CompressedCache(self.model, "full"), ids)
             else:
-                self._read_turns(reader, context, self._split_question(request, rest))
-                yield reader, context.ids[0].tolist() + rest, context.ids.shape[1]
+                turns = self._split_question(request, rest)
+                self._read_turns(reader, context, turns)
+                yield PreparedPrompt.after(held, context, turns, reader)
+
+    def _reader(self, context: Context, turns: list[list[int]]) -> CompressedCache:
+        """The cache to answer the last of `turns` with; ApiError as of `_fork`."""
+        reader = self._fork(context)
+        self._read_turns(reader, context, turns)
+        return reader
 
     def _fork(self, context: Context) -> CompressedCache:
         """A fork of the context's cache; ApiError if it cannot be one within the chat budget."""
@@ -251,6 +299,8 @@ class Engine(ServedModel):
         """Cancels running jobs, waits for them, removes the hook and closes the contexts."""
         self.workers.cancel()
         self.workers.close()
+        if self.shadows is not None:
+            self.shadows.close()
         self._hook.remove()
         try:
             self.contexts.close()

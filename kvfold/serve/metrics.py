@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvfold.serve.engine import Engine
 from kvfold.serve.pool import Pool
+from kvfold.serve.shadows import Shadows
 from kvfold.serve.stored import Value
 
 
@@ -77,8 +78,31 @@ class _LiveGauges(Collector):
             "Tokens read or generated for clients that hung up before their answer ended.",
             self.engine.abandoned_tokens,
         )
+        if self.engine.shadows is not None:
+            yield from _of_shadows(self.engine.shadows)
         yield GaugeMetricFamily("kvfold_queue_depth", "Requests that wait.", workers.waiting)
         yield GaugeMetricFamily("kvfold_running", "Requests at work.", workers.running)
+
+
+def _of_shadows(shadows: Shadows) -> Iterator[Metric]:
+    """Answers compared with a full cache's, and whether the certificate holds by them."""
+    test = shadows.test
+    yield CounterMetricFamily(
+        "kvfold_shadowed", "Answers compared with a full cache's.", test.samples
+    )
+    skipped = CounterMetricFamily(
+        "kvfold_shadow_skipped", "Sampled requests that were not compared.", labels=["reason"]
+    )
+    for reason, count in shadows.skipped.items():
+        skipped.add_metric([reason], count)
+    yield skipped
+    for name, text, value in (
+        ("shadow_waiting", "Answers to compare when the server is idle.", shadows.waiting),
+        ("shadow_loss", "Mean clipped KL of these, in nats per token.", shadows.mean_loss),
+        ("shadow_e_value", "Evidence that the mean is above the tolerance.", shadows.e_value),
+        ("certificate_holds", "0 once the evidence was enough.", int(not test.rejected)),
+    ):
+        yield GaugeMetricFamily(f"kvfold_{name}", text, value)
 
 
 def _of_pool(pool: Pool[Value]) -> Iterator[Metric]:

@@ -19,6 +19,7 @@ from typing import Generic
 
 import torch
 
+from kvfold.cache.stats import Stats
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.errors import ApiError
@@ -95,6 +96,34 @@ class Pool(Generic[Value]):
         finally:
             with self._changed:
                 self._end_reading(held)
+
+    @contextmanager
+    def reading_unchanged(self, held: Stored[Value], stats: Stats) -> Iterator[Value | None]:
+        """The value of `held`, kept in memory for the block; None if it left it or shrank.
+
+        `stats` are those that it had. This is no use of it: it stays as old as it is.
+        """
+        with self._changed:
+            value = None if held.moving or held.stats is not stats else held.value
+            held.readers += value is not None
+        try:
+            yield value
+        finally:
+            if value is not None:
+                with self._changed:
+                    self._end_reading(held)
+
+    @contextmanager
+    def spare(self, size: int) -> Iterator[bool]:
+        """True if `size` bytes are free, which then are reserved for the block: nothing moves."""
+        with self._changed:
+            free = self.nbytes + size <= self.memory
+            self.nbytes += size * free
+        try:
+            yield free
+        finally:
+            with self._changed:
+                self._free(size * free)
 
     # --- add and delete ---------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.lookups import learned_positions
 from kvfold.hf.models import text_config, trained_length
-from kvfold.interruption import interrupt_by
+from kvfold.interruption import check_interrupted, interrupt_by
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
 from kvfold.serve.errors import ApiError
@@ -163,8 +163,8 @@ class ServedModel:
         self.check_wanted()
 
     def _forward_begins(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: counts tokens; ends a cancelled job at its next forward."""
-        self.check_wanted()
+        """Forward pre-hook: counts tokens; ends interrupted work at its next forward."""
+        check_interrupted()
         ids = kwargs.get("input_ids")
         if ids is not None and hasattr(self._of_thread, "tokens"):
             self._of_thread.tokens += ids.shape[-1]

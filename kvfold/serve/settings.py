@@ -11,6 +11,7 @@ from pathlib import Path
 from kvfold.budget import Budget
 from kvfold.cache.fork import own_stages
 from kvfold.cache.plan import checked_budget
+from kvfold.checks.result import CheckLimits
 from kvfold.contexts.session import check_method
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import parse
@@ -19,6 +20,7 @@ from kvfold.serve.cross_origin import ANY
 # As browsers send it: a scheme, a host in lower case, a port if it is not the scheme's.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 
+LIMITS = CheckLimits()
 # Settings that are at least 1
 POSITIVE = (
     "memory", "session_memory", "session_budget", "contexts", "workers", "body", "values",
@@ -57,6 +59,8 @@ class ServerSettings:
         special_tokens: parse special tokens in clients' texts instead of reading them as text.
         allow_longer: accept texts beyond the model's trained length.
         grace: time for running answers to end after a stop.
+        shadow: part of the answers that are compared with a full cache's when the server is idle.
+        shadow_tolerance: largest mean loss of these, in nats per token, that a certificate allows.
         origins: web sites whose pages may use the server, such as "https://a.example"; "*": all.
 
     Raises KvfoldError for values out of range, an origin that is none, a `shrink` that is no
@@ -89,6 +93,8 @@ class ServerSettings:
     special_tokens: bool = False
     allow_longer: bool = False
     grace: float = 30.0
+    shadow: float = 0.0
+    shadow_tolerance: float = LIMITS.mean_kl
     origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -103,6 +109,13 @@ class ServerSettings:
             raise KvfoldError(
                 f"the client timeout is a positive, finite number of seconds, not "
                 f"{self.client_timeout}: choose one such as 60"
+            )
+        if not 0 <= self.shadow <= 1:
+            raise KvfoldError(f"the shadow is a part of the requests, not {self.shadow}: try 0.01")
+        if not 0 < self.shadow_tolerance < LIMITS.clip:
+            raise KvfoldError(
+                f"the shadow's tolerance is between 0 and {LIMITS.clip:g} nats per token, where "
+                f"losses are clipped, not {self.shadow_tolerance}: {LIMITS.mean_kl:g} is usual"
             )
         if self.api_key is not None and not self.api_key.strip():
             raise KvfoldError("the API key is empty: set one, or leave it out")

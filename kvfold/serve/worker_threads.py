@@ -45,6 +45,11 @@ class WorkerThreads:
         """Jobs in the queue."""
         return self.admitted - self.running
 
+    @property
+    def idle(self) -> bool:
+        """True if no request runs, waits or is being received."""
+        return not self.admitted and not self.reserved
+
     def reserve(self) -> Reservation:
         """Reserves a place for a request that begins; raises ApiError if the queue is full."""
         with self._lock:

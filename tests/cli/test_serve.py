@@ -106,6 +106,9 @@ def test_the_command_refuses(tmp_path, monkeypatch):
         port = str(taken.getsockname()[1])
         assert "cannot listen on 127.0.0.1" in refused("serve", "none", "--port", port)
     free = ("--port", "0")
+    with_vllm = refused("serve", "none", "--engine", "vllm", "--shadow", "0.01")
+    assert "--shadow compares answers of kvfold's own server" in with_vllm
+    assert "needs --shadow" in refused("serve", "none", "--shadow-tolerance", "0.1")
     assert "cannot read 'much'" in refused("serve", "bundled", *free, "--memory", "much")
     assert "unknown method" in refused("serve", "bundled", *free, "--method", "none")
     assert "the API key is empty" in refused("serve", "bundled", *free, "--api-key", " ")
