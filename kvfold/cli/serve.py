@@ -111,6 +111,13 @@ def command(
     ] = None,
     special_tokens: options.SpecialTokens = False,
     allow_longer: options.AllowLonger = False,
+    capture: Annotated[
+        bool,
+        typer.Option(
+            help="Decode by captured steps (CUDA graphs), where a method's can be captured. "
+            "Not run on a GPU yet."
+        ),
+    ] = False,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running answers to end after a stop.")
     ] = 30.0,
@@ -255,6 +262,7 @@ def command(
         chat_budget=chat_budget,
         special_tokens=special_tokens,
         allow_longer=allow_longer,
+        capture=capture,
         grace=grace,
         shadow=shadow,
         shadow_tolerance=shadow_tolerance,

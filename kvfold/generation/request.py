@@ -182,8 +182,9 @@ def check_graph(
     option = "compile=True" if how.compile else "capture=True"
     if is_assisted(options):
         raise KvfoldError(f"{option} does not go with assisted decoding: choose one of them")
-    check_steps(model, cache, option, settings.num_beams or 1)
-    if how.capture:
+    if how.compile:
+        check_steps(model, cache, option, settings.num_beams or 1)
+    else:
         check_captured(model, cache, settings)
 
 

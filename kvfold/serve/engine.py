@@ -26,6 +26,7 @@ from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
+from kvfold.generation.static.captured import check_capturable
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.identity import check_identifiable
 from kvfold.hf.models import read_tokens
@@ -85,8 +86,8 @@ class PreparedPrompt:
 class Engine(ServedModel):
     """One model with its contexts and sessions, and the threads that answer with it.
 
-    Raises KvfoldError if the model cannot use the default method or budget, and for offloaded
-    weights.
+    Raises KvfoldError if the model cannot use the default method or budget, or its steps cannot be
+    captured where that is asked for, and for offloaded weights.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Engine(ServedModel):
         check_identifiable(model)
         method = parse(settings.method)
         budget = settings.budget if method.takes_budget else None
-        CompressedCache(model, method, budget, tokenizer=tokenizer)
+        cache = CompressedCache(model, method, budget, tokenizer=tokenizer)
+        if settings.capture:
+            check_capturable(model, cache)
         if settings.codec is not None:
             Coding.of(settings.codec, model)
         super().__init__(name, model, tokenizer, settings)

@@ -24,6 +24,7 @@ from transformers import (
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import AnswerStream, end_tokens, generate_answer
 from kvfold.errors import KvfoldError
+from kvfold.generation.static.captured import eager_because
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.lookups import learned_positions
 from kvfold.hf.models import text_config, trained_length
@@ -128,6 +129,7 @@ class ServedModel:
             "prefill_chunk": self.settings.prefill_chunk,
             "max_new_tokens": most,
             "logits_processor": sampling.processors(asked.device),
+            "capture": self.settings.capture and eager_because(cache) is None,
         }
         tokens = generate_answer(self.model, cache, asked, said, options)
         kept = said.finish(tokens)

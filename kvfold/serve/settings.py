@@ -58,6 +58,7 @@ class ServerSettings:
         chat_budget: entries per KV head that earlier turns after a context keep; None: all.
         special_tokens: parse special tokens in clients' texts instead of reading them as text.
         allow_longer: accept texts beyond the model's trained length.
+        capture: decode by captured steps, where those of a context's method can be captured.
         grace: time for running answers to end after a stop.
         shadow: part of the answers that are compared with a full cache's when the server is idle.
         shadow_tolerance: largest mean loss of these, in nats per token, that a certificate allows.
@@ -92,6 +93,7 @@ class ServerSettings:
     chat_budget: int | None = None
     special_tokens: bool = False
     allow_longer: bool = False
+    capture: bool = False
     grace: float = 30.0
     shadow: float = 0.0
     shadow_tolerance: float = LIMITS.mean_kl

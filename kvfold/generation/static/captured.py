@@ -16,6 +16,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.static.decode import (
     GraphCache,
+    check_steps,
     handed_to_generate,
     step_beyond_graphs,
 )
@@ -132,7 +133,15 @@ def decode_captured(new: int, model: PreTrainedModel, **options: Any) -> Any:
 
 
 def check_captured(model: PreTrainedModel, cache: CompressedCache, settings: Any) -> None:
-    """Raises KvfoldError or UnsupportedModel for what only captured steps cannot do."""
+    """Raises KvfoldError or UnsupportedModel for a call whose steps cannot be captured."""
+    check_capturable(model, cache, settings.num_beams or 1)
+    if settings.compile_config is not None:
+        raise KvfoldError("capture=True compiles nothing: leave compile_config out")
+
+
+def check_capturable(model: PreTrainedModel, cache: CompressedCache, beams: int = 1) -> None:
+    """Raises KvfoldError or UnsupportedModel where no call can capture its steps."""
+    check_steps(model, cache, "capture=True", beams)
     name = type(model).__name__
     reason = reads_host(cache.method.stages())
     if reason is not None:
@@ -148,8 +157,6 @@ def check_captured(model: PreTrainedModel, cache: CompressedCache, settings: Any
         raise UnsupportedModel(
             f"capture=True needs a model on one device, and {name} is on several: leave capture out"
         )
-    if settings.compile_config is not None:
-        raise KvfoldError("capture=True compiles nothing: leave compile_config out")
 
 
 def reads_host(stages: Stages) -> str | None:
