@@ -108,7 +108,7 @@ def test_a_folder_here_wins_over_the_name_of_a_model(folder: Path) -> None:
     (folder / "gemma3").mkdir()
     command = ["make", "--dry-run", "demo", "REAL=gemma3", "--eval=$(info it is $(REAL))"]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith("it is gemma3\n")
+    assert "it is gemma3\n" in ran.stdout  # where make runs the tests, it says more
 
 
 @pytest.mark.parametrize("model", ["", "REAL=smollm2", "REAL=gemma3", "REAL=.models/gemma3"])

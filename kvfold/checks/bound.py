@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvfold.checks.certify import unmeasured
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.groups import bounded_groups, too_high
 from kvfold.checks.measure import PromptMeasurements
@@ -28,10 +29,16 @@ def risk_bound(
     The budget that keeps most comes first; the sequence ends with the first that is not confirmed.
     """
     sequence = sorted(cells, key=lambda cell: -cell.kept)
-    method, found, reason = sequence[0].method, None, ""
+    method, found = sequence[0].method, None
+    nothing = unmeasured(measured, batches)
+    if limits.mean_kl >= limits.clip:
+        nothing = (
+            f"a tolerance of {limits.mean_kl:g} is no limit where losses end at {limits.clip:g}"
+        )
     for cell in sequence:
         groups = groups_of(measured, batches, cell, limits)
-        reason = too_high(groups, limits.mean_kl, limits.error, "the clipped mean KL", limits.clip)
+        what = "the clipped mean KL"
+        reason = nothing or too_high(groups, limits.mean_kl, limits.error, what, limits.clip)
         if reason:
             break
         found = cell, groups

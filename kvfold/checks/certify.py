@@ -95,12 +95,16 @@ def too_little(
     """Reason why prompts and their answers can certify nothing, "" if they can."""
     if sum(map(len, search)) < LEAST_SEARCHED:
         return "one searched prompt has no interval: give at least four prompts"
-    for half in (search, held_out):
-        pairs = [pair for batch in half for pair in zip(batch, measured.forced(batch), strict=True)]
-        # The first token after a prompt compressed as a whole is the full cache's.
-        read = sum(len(of.forced or ()) - (prompt.context is None) for prompt, of in pairs)
-        if read < len(pairs):
-            return f"the full cache's answers to {len(pairs)} prompts are too short to measure"
+    return unmeasured(measured, search) or unmeasured(measured, held_out)
+
+
+def unmeasured(measured: PromptMeasurements, batches: Sequence[tuple[EncodedPrompt, ...]]) -> str:
+    """Reason why answers to these prompts measure nothing, "" if they do."""
+    pairs = [pair for batch in batches for pair in zip(batch, measured.forced(batch), strict=True)]
+    # The first token after a prompt compressed as a whole is the full cache's.
+    read = sum(len(of.forced or ()) - (prompt.context is None) for prompt, of in pairs)
+    if read < len(pairs):
+        return f"the full cache's answers to {len(pairs)} prompts are too short to measure"
     return ""
 
 

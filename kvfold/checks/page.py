@@ -107,13 +107,12 @@ def bound_said(of: RiskBound, limits: CheckLimits) -> str:
         return f"{of.method}: no bound: {of.reason}"
     at = f" at {of.budget}, {of.kept:.0%} kept" if of.budget else ""
     groups = "; ".join(
-        f"{'' if name == EVERYTHING else f'{name}: '}at most {group.bound:.3g} "
-        f"(measured {group.loss:.3g} on {group.prompts} prompts)"
+        f"{'' if name == EVERYTHING else f'{name}: '}{group.loss:.3g} on {group.prompts} prompts"
         for name, group in of.groups.items()
     )
     return (
-        f"{of.method}: bounded{at}, with {1 - limits.error:.4g} confidence: mean KL clipped at "
-        f"{limits.clip:g} {groups}"
+        f"{of.method}: bounded{at}: mean KL clipped at {limits.clip:g} at most {limits.mean_kl:g}, "
+        f"with {1 - limits.error:.4g} confidence (measured {groups})"
     )
 
 

@@ -126,7 +126,11 @@ class Certificate(BaseModel, frozen=True):
 
 
 class GroupBound(BaseModel, frozen=True):
-    """Mean over a group's prompts of their clipped mean KL, and its upper confidence bound."""
+    """Mean over a group's prompts of their clipped mean KL, and its upper confidence bound.
+
+    The bound is that of one budget by itself: of a budget that a sequence has chosen, only the
+    tolerance is confirmed.
+    """
 
     prompts: int
     loss: float

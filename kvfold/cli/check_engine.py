@@ -55,9 +55,9 @@ def check_address(
         )
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
-        from kvfold.checks.engines.check import agreement_limits, check_engine
+        from kvfold.checks.engines.check import agreement_limits, check_engine, described
         from kvfold.checks.engines.client import Endpoint, key_of, split_address
-        from kvfold.checks.engines.questions import check_number, questions_of
+        from kvfold.checks.engines.questions import check_number, digest_of, questions_of
         from kvfold.checks.prompts import prompts_of
     split_address(address)
     limits = agreement_limits(tolerance, error)
@@ -70,6 +70,9 @@ def check_address(
     check_number(questions, limits)
     endpoint = Endpoint.of(address, key_of(address), questions[0].messages)
     known, subject = _reference(reference, address, questions, loading, allow_longer)
+    request = described(endpoint), subject, limits, digest_of(questions)
+    if earlier is not None and _request(earlier) != request:
+        raise KvfoldError(f"{out / RESULT} is there already, of another check: {REPLACE}")
     with progress(screen) as bar:
         task = bar.add_task("asking", total=None)
         result = check_engine(
@@ -80,8 +83,6 @@ def check_address(
             limits,
             say=lambda what: bar.update(task, description=what),
         )
-    if earlier is not None and _request(earlier) != _request(result):
-        raise KvfoldError(f"{out / RESULT} is there already, of another check: {REPLACE}")
     _show(result, out, as_json)
     if not result.certified:
         raise typer.Exit(1)

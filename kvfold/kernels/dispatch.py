@@ -168,7 +168,9 @@ def columns_in_cpp(
 
     Key and value are `[B, H, T, …]`, the mask `[B or 1, Hq or 1, S, T]`.
     """
-    if query.dtype != torch.float32 or query.shape[2] < FEW or not _plain(**options):
+    if query.dtype != torch.float32 or not FEW <= query.shape[2] <= key.shape[2]:
+        return False
+    if not _plain(**options):
         return False
     if raw_path(query, key, value) != "native" or value.shape[-1] % vector_width():
         return False

@@ -43,7 +43,7 @@ from kvfold.serve.served_model import AnswerFinished, ServedModel
 from kvfold.serve.sessions import Sessions
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.shadow import Shadow, ShadowReader
-from kvfold.serve.shadows import Shadows
+from kvfold.serve.shadows import Shadows, answering
 from kvfold.serve.stored import PrefixKey, Stored
 from kvfold.serve.worker_threads import WorkerThreads
 
@@ -140,13 +140,12 @@ class Engine(ServedModel):
                 shadows.skip("session")
             return done
         self.start_job(cancelled)
-        with refusals(), self._prepared(request) as prompt:
+        with refusals(), self._prepared(request) as prompt, answering(shadows):
             ids = prompt.ids
             done = self.generate_answer(request, prompt.cache, ids, prompt.cached, put, cancelled)
-            shadow = None if shadows is None else prompt.shadow(done.said)
+            if shadows is not None:  # one whose client has hung up, too, as far as it came
+                shadows.add(prompt.shadow(done.said))
         self.check_wanted()
-        if shadows is not None:
-            shadows.add(shadow)
         return done
 
     @contextmanager

@@ -7,7 +7,8 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Condition, Thread
 
@@ -24,6 +25,7 @@ REASONS = (
     "uncompressed",  # it read no context
     "session",
     "empty",  # its answer has no tokens
+    "unanswered",  # its client hung up in a forward, or it was refused while it was generated
     "waiting",  # too many wait already
     "busy",  # requests came each time that it was begun
     "moved",  # its context was deleted, moved to disk or shrunk
@@ -124,8 +126,6 @@ class Shadows:
         """Compares one answer, or puts it back when a request comes."""
         try:
             loss = self.loss(shadow)
-            if math.isnan(loss):
-                raise ArithmeticError("the predictions are no numbers")
         except _RequestCame:
             self._put_back(shadow)
         except ShadowSkipped as skipped:
@@ -137,7 +137,7 @@ class Shadows:
             log.error("an answer could not be compared: %s", type(problem).__name__)
             self.skip("failed")
         else:
-            self._count(loss)
+            self._count(LIMITS.clip if math.isnan(loss) else loss)  # predictions are no numbers
 
     def _put_back(self, shadow: Shadow) -> None:
         with self._changed:
@@ -161,6 +161,17 @@ class Shadows:
     def _check_idle(self) -> None:
         if self._closing or not self.workers.idle:
             raise _RequestCame
+
+
+@contextmanager
+def answering(shadows: Shadows | None) -> Iterator[None]:
+    """Context of a sampled answer's generation: one that ends by an error is counted."""
+    try:
+        yield
+    except BaseException:
+        if shadows is not None:
+            shadows.skip("unanswered")
+        raise
 
 
 class _RequestCame(Exception):

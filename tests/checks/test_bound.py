@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 from kvfold.checks.bound import risk_bound
 from kvfold.checks.encoded import EncodedPrompt, distinct
-from kvfold.checks.records import PromptDistances
+from kvfold.checks.records import CheckRecord, PromptDistances
 from kvfold.checks.result import CheckCell, CheckLimits
 from kvfold.errors import KvfoldError
 from kvfold.evidence.bounds import upper_bound
@@ -42,6 +42,12 @@ class Measured:
 
     def __init__(self, losses: dict[str, Any]) -> None:
         self.losses = losses
+        self.answers: tuple[int, ...] = (1, 2)
+
+    def forced(self, batch: tuple[EncodedPrompt, ...]) -> list[Any]:
+        return [CheckRecord(run="", prompt="", method="", budget=None, forced=self.answers)] * len(
+            batch
+        )
 
     def distances(self, batch: tuple[EncodedPrompt, ...], at: tuple[str, str]) -> list[Any]:
         return [
@@ -125,3 +131,18 @@ def test_a_sequence_errs_as_seldom_as_one_budget(error, samples):
         losses = {part: (rng.random(samples) < 0.051).astype(float) for part in SEQUENCE}
         failed += found(losses, batches, error=error).confirmed
     assert failed <= binom.ppf(1 - 1e-4, runs, error)
+
+
+def test_nothing_is_confirmed_where_nothing_was_measured():
+    """The only token after a prompt that is compressed as a whole is the full cache's."""
+    measured: Any = Measured(dict.fromkeys(SEQUENCE, np.zeros(100)))
+    measured.answers = (1,)
+    bound = risk_bound(measured, encoded(100), cells(), CheckLimits())
+    assert not bound.confirmed and "are too short to measure" in bound.reason
+
+
+def test_a_tolerance_that_no_loss_exceeds_confirms_nothing():
+    nothing = dict.fromkeys(SEQUENCE, np.zeros(100))
+    bound = found(nothing, encoded(100), mean_kl=1.0)
+    assert bound.reason == "a tolerance of 1 is no limit where losses end at 1"
+    assert not bound.confirmed

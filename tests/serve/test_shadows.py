@@ -6,16 +6,27 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 
 from kvfold.cache.fork import fork
-from kvfold.serve.shadow import mean_kl
-from tests.helpers import keep_middle
+from kvfold.serve.shadow import ShadowReader, mean_kl
+from kvfold.serve.shadows import answering
 from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.registry import registry_restored
 from tests.helpers.serving import CHAT, NAME, braked, running, until
 from tests.helpers.tokenizers import word_tokenizer
+
+
+@contextmanager
+def registered(module: str) -> Iterator[None]:
+    with registry_restored(module):
+        import_module(module)
+        yield
 
 
 def compared(server) -> float:
@@ -61,9 +72,11 @@ def test_full_contexts_lose_nothing_and_never_raise_an_alarm(model):
 
 
 def test_a_method_that_is_wrong_by_design_is_told_once_without_a_text(model, caplog):
-    assert keep_middle.KeepMiddle
     options = {"method": "keep_middle", "budget": 4, "shadow": 1.0, "shadow_tolerance": 1e-6}
-    with running(model, word_tokenizer(), **options) as server:
+    with (
+        registered("tests.helpers.keep_middle"),
+        running(model, word_tokenizer(), **options) as server,
+    ):
         name = server.create(DOCUMENT)
         with caplog.at_level(logging.DEBUG, "kvfold"):
             for _ in range(20):
@@ -141,3 +154,23 @@ def test_one_in_two_is_the_same_one_each_time_and_without_a_share_nothing_runs(m
         assert server.engine.shadows is None
         assert "kvfold_shadow" not in server.http.get("/metrics").text
         assert not [each for each in threading.enumerate() if "shadows" in each.name]
+
+
+def test_predictions_that_are_no_numbers_count_as_the_largest_loss(model, monkeypatch):
+    monkeypatch.setattr(ShadowReader, "loss", lambda *_: math.nan)
+    with running(model, word_tokenizer(), shadow=1.0, shadow_tolerance=0.5) as server:
+        name = server.create(DOCUMENT)
+        server.says(QUESTION, context_id=name)
+        until(lambda: compared(server) == 1)
+        assert server.metric("kvfold_shadow_loss") == 1
+
+
+def test_an_answer_that_fails_while_it_is_generated_is_counted(model):
+    """Its loss may be among the highest, as users leave bad answers."""
+    with running(model, word_tokenizer(), shadow=1.0) as server:
+        shadows = server.engine.shadows
+        with pytest.raises(ZeroDivisionError), answering(shadows):
+            raise ZeroDivisionError
+        with answering(None):
+            pass
+        assert shadows.skipped["unanswered"] == 1

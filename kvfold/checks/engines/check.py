@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvfold.checks.check import MOST_ERROR
+from kvfold.checks.check import LEAST_ERROR, MOST_ERROR
 from kvfold.checks.engines.client import Endpoint
 from kvfold.checks.engines.questions import ChatQuestion, digest_of
 from kvfold.checks.engines.reference import (
@@ -39,8 +39,10 @@ def agreement_limits(tolerance: float, error: float) -> AgreementLimits:
     """The limits; raises KvfoldError for what is no share, or no probability."""
     if not 0 < tolerance < 1:
         raise KvfoldError(f"the tolerance is {tolerance!r}: give a share of prompts, such as 0.05")
-    if not 0 < error <= MOST_ERROR:
-        raise KvfoldError(f"the error is {error!r}: give a probability up to 0.5, such as 0.1")
+    if not LEAST_ERROR <= error <= MOST_ERROR:
+        raise KvfoldError(
+            f"the error is {error!r}: give a probability from 1e-9 to 0.5, such as 0.1"
+        )
     return AgreementLimits(differing=tolerance, error=error)
 
 

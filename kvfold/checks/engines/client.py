@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from kvfold.checks.engines.tokens import TopTokens
 from kvfold.errors import KvfoldError
 
 PATIENCE = 600  # seconds for an answer, of which a long prompt may take most
+LONGEST = 1 << 24  # bytes of an answer
 ASKED = (20, 10, 5, 1)  # likeliest tokens; most engines allow 20
 REFUSED = (400, 422)  # status of a request with more log probabilities than are allowed
 SHOWN = 200  # characters of an endpoint's message
@@ -98,7 +100,10 @@ def split_address(given: str) -> tuple[str, str | None]:
         raise KvfoldError(
             f"an address has no user, password or query: give a key by the variable {KEY}"
         )
-    if not parts.hostname or not given.isprintable() or " " in given:
+    host = parts.hostname or ""
+    labels = host.removesuffix(".").split(".") if ":" not in host else [host]
+    named = all(0 < len(label) < 64 for label in labels) and (parts.netloc + parts.path).isascii()
+    if not named or not given.isprintable() or " " in parts.netloc + parts.path:
         raise KvfoldError(f"{given!r} is no address: give for example http://localhost:8000/v1")
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     url = urlunsplit((parts.scheme.lower(), parts.netloc, path or "/v1", "", ""))
@@ -119,7 +124,9 @@ def _model(url: str, key: str | None, wanted: str | None) -> str:
     try:
         listed = [str(each["id"]) for each in _answer(f"{url}/models", key)["data"]]
     except (LookupError, TypeError):
-        raise KvfoldError(f"{url}/models lists no models: is it an OpenAI endpoint?") from None
+        listed = [""]
+    if not all(name and name.isprintable() for name in listed):
+        raise KvfoldError(f"{url}/models lists no models: is it an OpenAI endpoint?")
     if wanted in listed:
         return wanted
     names = ", ".join(listed[:10]) or "none"
@@ -138,10 +145,12 @@ def _answer(url: str, key: str | None, body: Mapping[str, Any] | None = None) ->
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=PATIENCE) as answer:
-            text = answer.read()
+            text = _read(answer, url)
     except urllib.error.HTTPError as problem:
         with problem:
             said = _message(problem)
+        if key is not None:  # which some servers repeat
+            said = said.replace(key, "…")
         raise EndpointRefusal(f"{url} answers {problem.code}: {said}", problem.code) from None
     except (OSError, HTTPException) as problem:
         reason = getattr(problem, "reason", None) or problem
@@ -150,6 +159,20 @@ def _answer(url: str, key: str | None, body: Mapping[str, Any] | None = None) ->
         return json.loads(text)
     except (ValueError, RecursionError):
         raise KvfoldError(f"{url} answers no JSON: is it an OpenAI endpoint?") from None
+
+
+def _read(answer: Any, url: str) -> bytes:
+    """The body of an answer; raises KvfoldError for one that is too long or does not end."""
+    end, text = time.monotonic() + PATIENCE, b""
+    while piece := answer.read1(LONGEST):
+        text += piece
+        if len(text) > LONGEST:
+            raise KvfoldError(
+                f"{url} answers more than {LONGEST >> 20} MiB: is it an OpenAI endpoint?"
+            )
+        if time.monotonic() > end:
+            raise KvfoldError(f"{url} has not answered within {PATIENCE} s")
+    return text
 
 
 def _message(problem: urllib.error.HTTPError) -> str:
@@ -161,4 +184,5 @@ def _message(problem: urllib.error.HTTPError) -> str:
             found = next((found[n] for n in ("error", "message", "detail") if n in found), text)
     except (ValueError, RecursionError, OSError, HTTPException):
         found = problem.reason
-    return " ".join(str(found).split())[:SHOWN]
+    shown = "".join(each if each.isprintable() else " " for each in str(found))
+    return " ".join(shown.split())[:SHOWN]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvfold.checks.engines.result import AgreementLimits
 from kvfold.checks.groups import too_few
 from kvfold.checks.prompts import CheckPrompt
-from kvfold.checks.result import sha256
+from kvfold.checks.result import EVERYTHING, sha256
 from kvfold.errors import KvfoldError
 from kvfold.evidence.grouped import grouped
 from kvfold.hf.chat_template import SEPARATOR
@@ -50,9 +50,10 @@ def questions_of(given: Iterable[CheckPrompt]) -> list[ChatQuestion]:
 
 def check_number(questions: Sequence[ChatQuestion], limits: AgreementLimits) -> None:
     """Raises KvfoldError if so few prompts cannot confirm the limit, with the number that can."""
-    groups = grouped((question.group, question) for question in questions)
+    groups = grouped((question.group or EVERYTHING, question) for question in questions)
     for name, of in groups.items():
-        reason = too_few(len(of), limits.differing, limits.error / len(groups), name)
+        group = None if list(groups) == [EVERYTHING] else name
+        reason = too_few(len(of), limits.differing, limits.error / len(groups), group)
         if reason:
             raise KvfoldError(reason)
 

@@ -39,7 +39,7 @@ class TopTokens:
         try:
             listed = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             pairs = [(_bytes(each), float(each["logprob"])) for each in listed]
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
             pairs = []
         if not pairs:
             raise KvfoldError(f"{url} gives no log probabilities (logprobs, top_logprobs)")
@@ -57,13 +57,16 @@ class TopTokens:
         likeliest = max(pairs, key=lambda pair: pair[1])[0]
         usage = answer.get("usage") or {}
         read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        return cls(clear, likeliest if likeliest in clear else None, read or None)
+        read = read if isinstance(read, int) and read > 0 else None
+        return cls(clear, likeliest if likeliest in clear else None, read)
 
 
 def _bytes(listed: Any) -> bytes:
     """Bytes of a token, or those of its text where an endpoint gives none."""
     given = listed.get("bytes")
-    return str(listed["token"]).encode(errors="replace") if given is None else bytes(given)
+    if isinstance(given, list):
+        return bytes(given)
+    return str(listed["token"]).encode(errors="replace")
 
 
 def kl_at_least(pairs: Iterable[tuple[float, float]]) -> float:

@@ -98,8 +98,15 @@ def _run(
     first = query.new_zeros(batch, heads, stored)
     second = torch.zeros_like(first) if kind == SQUARES else None
     rows = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
-    weights = [None if x is None else x.float().contiguous() for x in (row_weights, column_weights)]
-    chosen = [None if x is None else x.contiguous() for x in (scored, counted)]
+    of_rows, of_entries = (batch, queries), (batch, query_heads, stored)
+    weights = [
+        None if x is None else x.float().expand(shape).contiguous()
+        for x, shape in ((row_weights, of_rows), (column_weights, of_entries))
+    ]
+    chosen = [
+        None if x is None else x.bool().expand(shape).contiguous()
+        for x, shape in ((scored, (batch, stored)), (counted, of_rows))
+    ]
     call(
         "attend_with_columns",
         *(part for x in rows for part in (x.data_ptr(), int64_of(x.stride()[:3]))),

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from email.message import Message
+from io import BytesIO
+from unittest.mock import patch
+from urllib.error import HTTPError
 
 import pytest
 
+from kvfold.checks.engines import client
 from kvfold.checks.engines.client import Endpoint, key_of, split_address
+from kvfold.checks.engines.tokens import TopTokens
 from kvfold.errors import KvfoldError
 from tests.helpers.stub_endpoint import served
 
@@ -41,6 +48,57 @@ def test_a_key_is_sent_and_never_said() -> None:
         with pytest.raises(KvfoldError, match="answers 401: wrong key") as refused:
             Endpoint.of(url, "other-key", ASK)
     assert "other-key" not in str(refused.value)
+
+
+def test_a_key_that_a_server_repeats_is_not_said() -> None:
+    repeated = {"error": {"message": "no such key: Bearer other-key\x1b]0;owned"}}
+    error = HTTPError("http://a", 401, "no", Message(), BytesIO(json.dumps(repeated).encode()))
+    with (
+        patch("urllib.request.OpenerDirector.open", side_effect=error),
+        pytest.raises(KvfoldError, match="no such key: Bearer … ]0;owned") as refused,
+    ):
+        Endpoint.of("http://a", "other-key", ASK)
+    assert "other-key" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "listed", [["a"], {"a": -0.1}, [{"token": "a", "logprob": 10**400}], [{"token": "a"}], "a"]
+)
+def test_log_probabilities_of_another_form_are_refused(listed: object) -> None:
+    answer = {"choices": [{"logprobs": {"content": [{"top_logprobs": listed}]}}]}
+    with pytest.raises(KvfoldError, match="gives no log probabilities"):
+        TopTokens.of(answer, "http://a")
+
+
+def test_what_is_no_number_of_tokens_is_not_compared() -> None:
+    top = [{"token": "a", "logprob": -0.1, "bytes": 3}]
+    choices = [{"logprobs": {"content": [{"top_logprobs": top}]}}]
+    found = TopTokens.of({"choices": choices, "usage": {"prompt_tokens": "5"}}, "http://a")
+    assert found.read is None and list(found.probabilities) == [b"a"]
+
+
+@pytest.mark.parametrize("given", ["http://a..b/v1", f"http://{'a' * 70}/v1", "http://a/\u00fc"])
+def test_what_is_no_address_is_one_line(given: str) -> None:
+    with pytest.raises(KvfoldError, match="is no address"):
+        split_address(given)
+
+
+def test_an_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        def read1(self, _: int) -> bytes:
+            return b" " * 1000
+
+    monkeypatch.setattr(client, "LONGEST", 5000)
+    with pytest.raises(KvfoldError, match="answers more than"):
+        client._read(Endless(), "http://a")
+    monkeypatch.setattr(client, "LONGEST", 1 << 40)
+    monkeypatch.setattr(client, "PATIENCE", 0)
+    with pytest.raises(KvfoldError, match="has not answered within 0 s"):
+        client._read(Endless(), "http://a")
+
+
+def test_a_model_s_name_may_hold_a_space() -> None:
+    assert split_address("http://a:1/v1#My Model") == ("http://a:1/v1", "My Model")
 
 
 def test_a_reference_elsewhere_does_not_get_the_endpoints_key(

@@ -183,6 +183,7 @@ def test_what_cpp_does_not_take_is_done_by_torch():
     assert not takes(query, key, value, None, scale=SCALE, sink_logits=torch.zeros(4))
     assert not takes(query, key, value[..., :7], None, scale=SCALE)
     assert not takes(query[:, :, :9], key, value, None, scale=SCALE)
+    assert not takes(query, key[:, :, :19], value[:, :, :19], None, scale=SCALE)
     assert not takes(query.double(), key.double(), value.double(), None, scale=SCALE)
     assert not takes(
         query, key, value, additive(causal(20, 50)[None, None], torch.float32), scale=1
@@ -197,3 +198,16 @@ def test_operations_are_those_of_entries_that_are_seen():
     columns.column_moments(query, key, value, scale=SCALE, counted=None, squares=False)
     seen = sum(range(31, 51))
     assert operations_so_far() - before == 2 * 2 * 6 * seen * (16 + 32)
+
+
+def test_what_is_the_same_for_all_rows_may_be_given_once():
+    shape = 2, 1, 2, 20, 50, 16, 16
+    query, key, value = drawn(shape)
+    scored, voters = chosen(shape, 0.4)[:1], voting(shape)[:1].int()
+    options = {"scale": SCALE, "rms": False, "row_weights": None, "column_weights": None}
+    got = columns.column_maxima(query, key, value, scored=scored, counted=voters, **options)
+    wide = [x.double() for x in (query, key, value)]
+    expected = reference.attend_with_column_maxima(
+        *wide, None, scored=scored.expand(2, -1), counted=voters.bool().expand(2, -1), scale=SCALE
+    )
+    assert_near(got, expected)
