@@ -4,12 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 
 import numpy as np
 
 from kvfold.checks.result import EVERYTHING, GroupBound
+from kvfold.errors import KvfoldError
 from kvfold.evidence.bounds import least_samples, upper_bound
 from kvfold.evidence.grouped import grouped
+
+LEAST_ERROR, MOST_ERROR = 1e-9, 0.5
+
+
+def checked_error(error: float) -> float:
+    """The most probable error of bounds; raises KvfoldError for what is no such probability."""
+    if not isinstance(error, Real) or not LEAST_ERROR <= error <= MOST_ERROR:
+        raise KvfoldError(
+            f"the error is {error!r}: give a probability from 1e-9 to 0.5, such as 0.1"
+        )
+    return error
 
 
 def bounded_groups(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvfold.checks.check import LEAST_ERROR, MOST_ERROR
 from kvfold.checks.engines.client import Endpoint
 from kvfold.checks.engines.questions import ChatQuestion, digest_of
 from kvfold.checks.engines.reference import (
@@ -23,7 +22,7 @@ from kvfold.checks.engines.result import (
     ComparedPrompt,
     EngineCheckResult,
 )
-from kvfold.checks.groups import bounded_groups, too_high
+from kvfold.checks.groups import bounded_groups, checked_error, too_high
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.evidence.estimates import IntervalEstimate
@@ -39,11 +38,7 @@ def agreement_limits(tolerance: float, error: float) -> AgreementLimits:
     """The limits; raises KvfoldError for what is no share, or no probability."""
     if not 0 < tolerance < 1:
         raise KvfoldError(f"the tolerance is {tolerance!r}: give a share of prompts, such as 0.05")
-    if not LEAST_ERROR <= error <= MOST_ERROR:
-        raise KvfoldError(
-            f"the error is {error!r}: give a probability from 1e-9 to 0.5, such as 0.1"
-        )
-    return AgreementLimits(differing=tolerance, error=error)
+    return AgreementLimits(differing=tolerance, error=checked_error(error))
 
 
 def check_engine(

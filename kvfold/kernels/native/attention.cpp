@@ -418,9 +418,7 @@ void attend_to_part(const float* query, int64_t groups, const Keys& keys, const 
             float* own = &weights[g * TILE];
             for (int64_t i = 0; i < now; i++) own[i] *= tile.factors[i];
             logits(own, now);
-            float highest = most[g];
-#pragma omp simd reduction(max : highest)
-            for (int64_t i = 0; i < now; i++) highest = std::max(highest, own[i]);
+            const float highest = most_of(own, now, most[g]);
             const float fade = exponential(most[g] - highest);
             float sum = total[g] * fade;
 #pragma omp simd reduction(+ : sum)

@@ -84,21 +84,6 @@ std::vector<std::pair<int64_t, int64_t>> ranges_of(const uint8_t* scored, int64_
     return found;
 }
 
-// Maxima are taken of vectors by hand: compilers leave them scalar, as one number may be NaN.
-template <class Number>
-Number higher(Number one, Number other) {
-    return one > other ? one : other;
-}
-
-float highest(const float* row, int64_t count, float most) {
-    Floats wide = Floats{} + most;
-    int64_t i = 0;
-    for (; i + WIDE <= count; i += WIDE) wide = higher(loaded(row + i), wide);
-    for (int64_t j = 0; j < WIDE; j++) most = higher(wide[j], most);
-    for (; i < count; i++) most = higher(row[i], most);
-    return most;
-}
-
 // Raises numbers to those of a row times a factor, and times other factors if there are any.
 void raise(const float* row, int64_t count, float factor, const float* others, float* into) {
     int64_t i = 0;
@@ -196,7 +181,7 @@ class Span {
         for (int64_t g = 0; g < sizes.groups; g++) {
             const int64_t at = (token - begin) * sizes.groups + g;
             float *own = &weights[at * step], share = 0;
-            const float most = highest(own, visible, NOTHING);
+            const float most = most_of(own, visible, NOTHING);
             received[g] = own;
             if (counts && seen_by.scored) share = far_below(own, visible, most, g);
             const float total = exponentials(own, visible, most, own);
@@ -225,7 +210,7 @@ class Span {
         float of_scored = NOTHING, share = 0;
         for (const auto& [first, last] : ranges)
             if (first < visible)
-                of_scored = highest(own + first, std::min(last, visible) - first, of_scored);
+                of_scored = most_of(own + first, std::min(last, visible) - first, of_scored);
         if (!(of_scored < most - FAR) || of_scored == NOTHING) return 0;
         apart.resize(sizes.groups * step);
         for (const auto& [first, last] : ranges)

@@ -25,6 +25,22 @@ Floats loaded(const float* row) { return *(const Unaligned*)row; }
 
 void store(float* row, Floats numbers) { std::memcpy(row, &numbers, sizeof numbers); }
 
+// Maxima are taken of vectors by hand: compilers leave them scalar, as one number may be NaN.
+template <class Number>
+Number higher(Number one, Number other) {
+    return one > other ? one : other;
+}
+
+// The highest of `count` numbers and `most`.
+float most_of(const float* row, int64_t count, float most) {
+    Floats wide = Floats{} + most;
+    int64_t i = 0;
+    for (; i + WIDE <= count; i += WIDE) wide = higher(loaded(row + i), wide);
+    for (int64_t j = 0; j < WIDE; j++) most = higher(wide[j], most);
+    for (; i < count; i++) most = higher(row[i], most);
+    return most;
+}
+
 float of_bits(uint32_t bits) {
     float number;
     std::memcpy(&number, &bits, sizeof number);
