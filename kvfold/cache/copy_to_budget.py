@@ -6,19 +6,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvfold.cache import setup
 from kvfold.cache.bound import bounded
 from kvfold.cache.model_binding import UNMOVED
 from kvfold.cache.parts import CacheParts
 from kvfold.cache.plan import checked_budget
-from kvfold.errors import KvfoldError
+from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.fitted.fits import Fits
 from kvfold.methods.base import Method, Stages
 from kvfold.methods.layer_budgets import Given
-from kvfold.observers.last_queries import window_of
-from kvfold.observers.references import ReferenceQueries, ReferencesNeed
+from kvfold.observers.base import Need, Needs
+from kvfold.observers.last_queries import LastQueries, window_of
+from kvfold.observers.reconstruction import ContextReconstruction
+from kvfold.observers.references import ReferenceQueries, ReferencesNeed, repeats_references
 
 C = TypeVar("C", bound=CacheParts)
 
@@ -30,14 +32,26 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
 
     Raises KvfoldError as `CompressedCache.to_budget`.
     """
-    if not cache.phase.reading or any(state.evictions for state in cache.states):
-        raise KvfoldError("a cache takes another budget only while its first turn is read")
-    method, budget = bounded(method, budget, None, cache.max_cache_tokens)
     if not reads_for(cache.method, method):
         raise KvfoldError(
             f"{method} observes other data than {cache.method} while a text is read: "
             "let it read itself"
         )
+    other = copied_for(cache, budget, method)
+    with other.reading():
+        pass
+    return other
+
+
+def copied_for(cache: C, budget: Given, method: Method) -> C:
+    """A copy of `cache` whose open prefill goes on by `method`, which may repeat the text next.
+
+    What `method` needs of the text's own forwards must have been observed. Raises KvfoldError as
+    `CompressedCache.to_budget`.
+    """
+    if not cache.phase.reading or any(state.evictions for state in cache.states):
+        raise KvfoldError("a cache takes another budget only while its first turn is read")
+    method, budget = bounded(method, budget, None, cache.max_cache_tokens)
     fits = Fits.of(method.stages(), cache.states[0].plan.rotation.model)
     stages = setup.stages_of(method, cache.protect, cache.ranks, fits)
     made = checked_budget(method, budget, stages.forced.least)
@@ -51,8 +65,6 @@ def take_over(cache: C, budget: Given, method: Method) -> C:
     for state, plan in zip(other.states, plans, strict=True):
         fitted = fits.of_layer(plan.layer, plan.ranks.own_heads)
         state.adopt(plan, state.observers.adopted(stages.needs, fitted, stages.interval))
-    with other.reading():
-        pass
     return other
 
 
@@ -70,18 +82,24 @@ def _left_out(cache: CacheParts, stages: Stages) -> dict[int, ReferenceQueries]:
 def reads_for(reader: Method, method: Method) -> bool:
     """True if a prefill by `reader` observes what `method` needs, before either compresses."""
     read, wanted = reader.stages(), method.stages()
-    needs = wanted.needs
-    observed, wanted_too = read.needs.while_reading, needs.while_reading
-    if ReferencesNeed not in needs:  # queries that were noted beside all else change nothing
-        observed = read.needs.without(ReferencesNeed).while_reading
-    alike = observed == wanted_too
     pruned = read.token_pruning is not None or wanted.token_pruning is not None
-    fewer = window_of(needs) <= window_of(read.needs)
-    return reader == method or (alike and not pruned and fewer)
+    return reader == method or (not pruned and _observes(read.needs, wanted.needs))
+
+
+def _observes(read: Needs, wanted: Needs) -> bool:
+    """True if observations of the needs `read` are those of `wanted`, and maybe others."""
+    noted = set(wanted.while_reading) <= set(read.while_reading)
+    return noted and _bound(read) == _bound(wanted) and window_of(wanted) <= window_of(read)
+
+
+def _bound(needs: Needs) -> list[Need[Any]]:
+    """Needs that change the reading for all: a repetition of the text, logits of all its tokens."""
+    repeats = ContextReconstruction
+    return [each for each in needs.observed if isinstance(each, repeats) or each.log() is not None]
 
 
 def observing_alike(items: Iterable[T], method: Callable[[T], Method]) -> list[list[T]]:
-    """Items in groups that one reading serves: the one by the `method` of the group's first item.
+    """Items in groups that a reading by the `method` of the group's first item serves.
 
     Groups are in the order of their items.
     """
@@ -98,7 +116,46 @@ def observing_alike(items: Iterable[T], method: Callable[[T], Method]) -> list[l
     return [[found[index] for index in group] for group in sorted(groups, key=min)]
 
 
-def _least_noted(method: Method) -> tuple[bool, int]:
-    """Orders methods that read for others before those: by reference queries, by the window."""
+def _least_noted(method: Method) -> tuple[int, int]:
+    """Orders methods that read for others before those: by what they note, by the window."""
     needs = method.stages().needs
-    return ReferencesNeed not in needs, -window_of(needs)
+    return -len(needs.while_reading), -window_of(needs)
+
+
+def of_forwards(needs: Needs) -> Needs:
+    """What a reading must observe before the text is repeated, if it is."""
+    later: list[type[Need[Any]]] = [ContextReconstruction]
+    if repeats_references(needs):
+        later.append(ReferencesNeed)
+    read = (each for each in needs.while_reading if type(each) not in later)
+    return Needs(*read, needs.get(LastQueries))
+
+
+def reading_together(
+    items: Iterable[T], method: Callable[[T], Method]
+) -> list[tuple[Needs, list[T]]]:
+    """Items in groups that one reading serves, each with what that reading observes.
+
+    Groups are in the order of their first items. Repetitions of the text are left out.
+    """
+    groups: list[tuple[Needs, list[T]]] = []
+    for item in items:
+        needs = of_forwards(method(item).stages().needs)
+        for place, (observed, group) in enumerate(groups):
+            both = _joined(observed, needs)
+            if both is not None:
+                groups[place] = both, [*group, item]
+                break
+        else:
+            groups.append((needs, [item]))
+    return groups
+
+
+def _joined(one: Needs, other: Needs) -> Needs | None:
+    """What serves both; None if one reading cannot."""
+    if _bound(one) != _bound(other):
+        return None
+    try:
+        return one.joined(other)
+    except IllegalComposition:
+        return None

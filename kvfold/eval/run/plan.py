@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from kvfold.budget import Budget
-from kvfold.cache.copy_to_budget import observing_alike
+from kvfold.cache.copy_to_budget import reading_together
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import (
     FULL,
@@ -105,11 +105,11 @@ class TaskSamples:
         return self.task.phase == "prefill" and not (self.task.by_likelihood or turns) and alike
 
     def reading_together(self, cells: Sequence[EvalCell]) -> list[list[EvalCell]]:
-        """The cells in groups that may share a reading: methods that observe the same then."""
+        """The cells in groups that may share a reading, which observes what all of them need."""
         alone = [cell for cell in cells if self.task.phase == "stream" or cell.method == TRUNCATED]
         shared = [cell for cell in cells if cell not in alone]
-        together = observing_alike(shared, lambda cell: parse(cell.method))
-        return [*together, *([cell] for cell in alone)]
+        together = reading_together(shared, lambda cell: parse(cell.method))
+        return [*(group for _, group in together), *([cell] for cell in alone)]
 
     def cells(
         self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]

@@ -109,13 +109,18 @@ class BatchAnswers:
         return found
 
 
-def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch) -> PromptBatch:
-    """Reads the batch, in a prefill that stays open; returns it with each answer's first token.
+def all_but_last(model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch) -> None:
+    """Reads the batch but for its last token, in a prefill that stays open."""
+    read_on(model, cache, batch.ids[:, :-1], batch.padding)
 
-    Before a reconstruction all but the last token are read, and the batch is returned as it is.
+
+def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch) -> PromptBatch:
+    """Reads the last token; returns the batch with each answer's first token.
+
+    Where the text was repeated (KVzip), the batch is returned as it is: the prefill ends before
+    the last token.
     """
     if cache.reconstruction is not None:
-        read_on(model, cache, batch.ids[:, :-1], batch.padding)
         return batch
     return batch.followed_by(_generate(model, cache, batch, 1, [], begins=True)[:, -1:])
 

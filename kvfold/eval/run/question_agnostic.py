@@ -25,7 +25,13 @@ from kvfold.eval.run.outcome import (
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.prompt_batch import PromptBatch, limits_of, replies
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
-from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
+from kvfold.eval.run.shared_reading import (
+    Compressed,
+    Reading,
+    compressed,
+    new_cache,
+    reads_for_others,
+)
 from kvfold.eval.run.streaming import at_once
 from kvfold.eval.tasks import Task
 from kvfold.generation.reading import read_on, read_turn
@@ -48,12 +54,11 @@ def _compressed(
 ) -> Iterator[Compressed]:
     """Every cell's compressed contexts, from shared readings where that is exact."""
 
-    def read(cache: CompressedCache) -> PromptBatch:
-        read_on(model, cache, batch.ids, batch.padding)
-        return batch
-
+    reading = Reading(
+        text=lambda cache: read_on(model, cache, batch.ids, batch.padding), rest=lambda cache: batch
+    )
     shared = [cell for cell in cells if reads_for_others(model, parse(cell.method))]
-    yield from compressed(model, batch, shared, read)
+    yield from compressed(model, batch, shared, reading)
     for cell in (cell for cell in cells if cell not in shared):
         yield _read_alone(model, batch, cell)
 

@@ -25,9 +25,15 @@ from kvfold.eval.run.outcome import (
     scored_answer,
 )
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.prompt_batch import PromptBatch, first_token, limits_of, replies
+from kvfold.eval.run.prompt_batch import (
+    PromptBatch,
+    all_but_last,
+    first_token,
+    limits_of,
+    replies,
+)
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
-from kvfold.eval.run.shared_reading import Compressed, compressed, reads_for_others
+from kvfold.eval.run.shared_reading import Compressed, Reading, compressed, reads_for_others
 from kvfold.eval.tasks import Question, Task
 from kvfold.generation.generate import generate
 from kvfold.measure.clock import synchronize
@@ -66,8 +72,12 @@ def _from_shared_readings(
     for number in range(len(prompts[0].sample.questions)):
         questions = [prompt.sample.questions[number] for prompt in prompts]
         asked = PromptBatch.with_questions(prompts, questions, model.device)
+        reading = Reading(
+            text=partial(all_but_last, model, batch=asked),
+            rest=partial(first_token, model, batch=asked),
+        )
         left = [cell for cell in cells if cell not in failed]
-        for each in compressed(model, asked, left, partial(first_token, model, batch=asked)):
+        for each in compressed(model, asked, left, reading):
             outcome = attempt(partial(_one_question, model, each, asked, questions, task))
             if isinstance(outcome, Exception):
                 failed[each.cell] = outcome

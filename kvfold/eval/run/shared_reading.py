@@ -1,33 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are read once for all methods and budgets that observe the same."""
+"""Prompts that are read once for all methods and budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.copy_to_budget import observing_alike
+from kvfold.cache.copy_to_budget import copied_for, observing_alike, reading_together
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
+from kvfold.generation.readers.reconstruct import reconstruct
 from kvfold.hf.models import caches_latents
 from kvfold.measure.cost import Cost, measured
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, Needs, parse
+from kvfold.methods.observing import Observing
 from kvfold.methods.stages.when import Once
-
-# Reads a batch into a cache; returns the batch as `generate` is to go on with it.
-Read = Callable[[CompressedCache], PromptBatch]
-
+from kvfold.observers.reconstruction import ContextReconstruction
 
 @dataclass(frozen=True)
 class Compressed:
     """A cell's cache after compression, or the exception instead.
 
-    `batch` is what `Read` returned; `cost` is that of the reading and the compression of all rows.
+    `batch` is what the reading returned; `cost` is its cost and that of compressing, of all rows.
     """
 
     cell: EvalCell
@@ -47,26 +45,41 @@ def reads_for_others(model: PreTrainedModel, method: Method) -> bool:
     return not (stages.token_pruning or later or caches_latents(model))
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Two steps that read a batch into a cache; between them copies may repeat the text (KVzip).
+
+    `rest` returns the batch as `generate` is to go on with it.
+    """
+
+    text: Callable[[CompressedCache], None]
+    rest: Callable[[CompressedCache], PromptBatch]
+
+
 @torch.no_grad()
 def compressed(
-    model: PreTrainedModel, batch: PromptBatch, cells: Sequence[EvalCell], read: Read
+    model: PreTrainedModel, batch: PromptBatch, cells: Sequence[EvalCell], reading: Reading
 ) -> Iterator[Compressed]:
     """Every cell's cache, in any order; each is to be used before the next is taken.
 
-    One reading serves all methods that observe the same in a prefill, at all budgets: its copies
-    are compressed. This is exact, as neither method nor budget changes a prefill's forwards. All
-    methods must pass `reads_for_others`.
+    One reading serves all methods whose observations can be made together, at all budgets: its
+    copies are compressed. Neither methods nor budgets change a prefill's forwards; where attention
+    is summed up for some of them, its products are added up in another order. All methods must
+    pass `reads_for_others`.
     """
-    made: dict[EvalCell, CompressedCache] = {}
+    methods: dict[EvalCell, Method] = {}
     for cell in cells:
         # Methods and budgets are checked before anything is read.
         try:
-            made[cell] = new_cache(model, batch, cell)
+            methods[cell] = new_cache(model, batch, cell).method
         except Exception as problem:
-            yield Compressed(cell, problem, batch)
-    # Caches are let go with their group.
-    for group in observing_alike(made, lambda cell: made[cell].method):
-        yield from _from_one_reading(model, batch, {cell: made.pop(cell) for cell in group}, read)
+            yield Compressed(cell, problem.with_traceback(None), batch)
+    for needs, group in reading_together(methods, methods.__getitem__):
+        if len(group) > 1:
+            of_group = {cell: methods[cell] for cell in group}
+            yield from _together(model, batch, needs, of_group, reading)
+        else:
+            yield _alone(model, group[0], new_cache(model, batch, group[0]), reading)
 
 
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
@@ -76,24 +89,66 @@ def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> Com
     return CompressedCache(model, cell.method, budget, tokenizer=first.tokenizer, seed=seed)
 
 
-def _from_one_reading(
-    model: PreTrainedModel, batch: PromptBatch, group: dict[EvalCell, CompressedCache], read: Read
+def _alone(
+    model: PreTrainedModel, cell: EvalCell, cache: CompressedCache, reading: Reading
+) -> Compressed:
+    """A cell's cache, which reads for itself and is not copied."""
+    with measured(model.device) as cost, cache.reading():
+        reading.text(cache)
+        batch = reading.rest(cache)
+    return Compressed(cell, cache, batch, cost)
+
+
+def _together(
+    model: PreTrainedModel,
+    batch: PromptBatch,
+    needs: Needs,
+    methods: dict[EvalCell, Method],
+    reading: Reading,
 ) -> Iterator[Compressed]:
-    """The caches of a group: copies of the first one's reading, then that one itself."""
-    own, *others = group
-    cache, device = group[own], model.device
-    with ExitStack() as prefill:
-        prefill.enter_context(cache.reading())
-        with measured(device) as reading:
-            further = read(cache)
-        for cell in others:
-            taken: CompressedCache | Exception
-            with measured(device) as compressing:
-                try:
-                    taken = cache.to_budget(cell.budget_of(len(batch.prompts)), cell.method)
-                except Exception as problem:
-                    taken = problem.with_traceback(None)
-            yield Compressed(cell, taken, further, reading + compressing)
-        with measured(device) as compressing:
-            prefill.close()
-    yield Compressed(own, cache, further, reading + compressing)
+    """The caches of a group: copies of one that observes all `needs`.
+
+    Copies that repeat the text leave before the reading's last step.
+    """
+    reader = CompressedCache(model, Observing(needs), tokenizer=batch.prompts[0].tokenizer)
+    # Left open: this cache is only copied, and dropped with its prefill unfinished.
+    reader.phase.begin_reading()
+    with measured(model.device) as text:
+        reading.text(reader)
+    repeating = [cell for cell in methods if ContextReconstruction in methods[cell].stages().needs]
+    for group in observing_alike(repeating, methods.__getitem__):
+        yield from _repeated(model, batch, reader, group, text)
+    with measured(model.device) as rest:
+        further = reading.rest(reader)
+    for cell in (cell for cell in methods if cell not in repeating):
+        yield _taken(reader, cell, further, text + rest)
+
+
+def _repeated(
+    model: PreTrainedModel,
+    batch: PromptBatch,
+    reader: CompressedCache,
+    group: Sequence[EvalCell],
+    text: Cost,
+) -> Iterator[Compressed]:
+    """The caches of cells whose methods repeat the text alike: copies of one that has."""
+    first, length = group[0], reader.get_seq_length()
+    mask = None if batch.padding is None else batch.padding[:, :length]
+    with measured(model.device) as repetition:
+        cache = copied_for(reader, first.budget_of(len(batch.prompts)), parse(first.method))
+        reconstruct(model, cache, batch.ids[:, :length], mask)
+    for cell in group:
+        yield _taken(cache, cell, batch, text + repetition)
+
+
+def _taken(
+    cache: CompressedCache, cell: EvalCell, batch: PromptBatch, reading: Cost
+) -> Compressed:
+    """A cell's cache out of an open one, whose reading had a cost."""
+    taken: CompressedCache | Exception
+    with measured(batch.ids.device) as compressing:
+        try:
+            taken = cache.to_budget(cell.budget_of(len(batch.prompts)), parse(cell.method))
+        except Exception as problem:
+            taken = problem.with_traceback(None)
+    return Compressed(cell, taken, batch, reading + compressing)
