@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of needle in a haystack: keywords, and for comparison the papers' ROUGE.
+"""Metrics of needle in a haystack: keywords, a number, and for comparison the papers' ROUGE.
 
 ROUGE against the needle rewards repeating the question: a wrong answer in the needle's words
 scores as much as a short right one. So it is reported, but not the task's score.
@@ -7,16 +7,32 @@ scores as much as a short right one. So it is reported, but not the task's score
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Sequence
 
 from kvfold.eval.metrics.base import MetricScore
 from kvfold.eval.metrics.rouge import google, pltrdy
+
+# Digits, or groups of three with one separator between them: 48213, 48,213, 48.213, 48 213.
+_NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[ ,.'’\u00a0\u202f]\d{3})+(?!\d)|\d+")
 
 
 def keywords(prediction: str, expected: Sequence[str]) -> MetricScore:
     """1 if every keyword is in the prediction, case ignored."""
     text = prediction.lower()
     return MetricScore(float(all(word.lower() in text for word in expected)))
+
+
+def number(prediction: str, expected: Sequence[str]) -> MetricScore:
+    """1 if every expected number is one of the prediction's, in digits of any script."""
+    found = {_digits(spelled) for spelled in _NUMBER.findall(prediction)}
+    return MetricScore(float(all(_digits(each) in found for each in expected)))
+
+
+def _digits(spelled: str) -> str:
+    """A number's digits as ASCII, without separators."""
+    return "".join(str(unicodedata.decimal(each)) for each in spelled if each.isdecimal())
 
 
 def rouge_1(prediction: str, needle: str) -> MetricScore:

@@ -29,7 +29,9 @@ from kvfold.measure.machine import MachineSetup
 
 PERPLEXITY = "perplexity"
 # Properties in a sample's metadata by which scores are broken down.
-BREAKDOWN = ("depth", "bucket", "length", "difficulty", "category", "subject", "level", "metric")
+BREAKDOWN = (
+    "depth", "wording", "bucket", "length", "difficulty", "category", "subject", "level", "metric",
+)  # fmt: skip
 
 
 class CellResult(BaseModel, frozen=True):

@@ -21,6 +21,7 @@ from kvfold.eval.tasks import (
     mt_bench,
     needle,
     own,
+    paraphrased,
     perplexity,
     profile,
     ruler_niah,
@@ -46,9 +47,9 @@ __all__ = [
 ]  # fmt: skip
 
 _FILES = (
-    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, profile, graph_walk,
-    tool_session, perplexity, longbench, longbench_v2, loogle, infinitebench, scbench, maths,
-    mt_bench, own,
+    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, paraphrased, key_value, profile,
+    graph_walk, tool_session, perplexity, longbench, longbench_v2, loogle, infinitebench, scbench,
+    maths, mt_bench, own,
 )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfold.eval.tasks import ruler_wording, source
@@ -34,3 +35,14 @@ class Haystack:
         """All words from a random sentence on; the sentences before it follow at the end."""
         start = rng.randrange(len(self.sentences))
         return " ".join([*self.sentences[start:], *self.sentences[:start]]).split()
+
+    def hiding(self, needles: Mapping[str, float], size: int, rng: random.Random) -> str:
+        """`size` words from a random sentence on, repeated if too few, and needles between them.
+
+        `needles` have depths in percent: each goes after the last sentence that ends before its
+        depth.
+        """
+        sentences = split(" ".join(itertools.islice(itertools.cycle(self.words(rng)), size)))
+        for needle, depth in sorted(needles.items(), key=lambda item: -item[1]):
+            sentences.insert(int(len(sentences) * depth / 100), needle)
+        return " ".join(sentences)

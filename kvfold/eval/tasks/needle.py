@@ -9,7 +9,6 @@ the text is RULER's noise.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from kvfold.eval.tasks import ruler_wording
 from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, by_answers, by_note
 from kvfold.eval.tasks.generated import fitted, number
 from kvfold.eval.tasks.haystack import Haystack
-from kvfold.eval.tasks.ruler_niah import split
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 MAX_NEW_TOKENS = 30
@@ -70,10 +68,7 @@ def generate(name: str, draw: Draw, request: SampleRequest) -> Iterator[TaskSamp
 
     def build(size: int, rng: random.Random, index: int) -> TaskSample:
         needle, percent = draw(rng, request), depth(index, request.depths)
-        words = haystack.words(rng)
-        sentences = split(" ".join(itertools.islice(itertools.cycle(words), size)))
-        sentences.insert(int(len(sentences) * percent / 100), needle.text)
-        context = f"{OPENING}{' '.join(sentences)} </book>."
+        context = f"{OPENING}{haystack.hiding({needle.text: percent}, size, rng)} </book>."
         question = Question(
             f"\n Based on the content of the book, Question: {needle.question}",
             needle.keywords,
