@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import kvfold
-from kvfold.cache.copy_to_budget import observing_alike
+from kvfold.cache.copy_to_budget import copied_for, observing_alike, of_forwards, reading_together
 from kvfold.errors import BudgetError, KvfoldError
+from kvfold.generation.readers.reconstruct import reconstruct
+from kvfold.generation.reading import read_on
+from kvfold.methods.base import LastQueries, Needs
+from kvfold.methods.observing import Observing
 from kvfold.observers.column_sums import ColumnSquares, ColumnSums
 from kvfold.observers.references import ReferenceQueries, ReferencesNeed
 from tests.helpers.budgets import NAMED, needs_driver
@@ -24,6 +29,11 @@ READERS = {
 @pytest.fixture(scope="module")
 def setting() -> Setting:
     return Setting.new()
+
+
+def kept(cache: kvfold.CompressedCache) -> list[list[list[list[int]]]]:
+    """Positions of the entries `[layer][row][head]`."""
+    return [state.positions().tolist() for state in cache.states]
 
 
 def budget_of(spec: str) -> float | None:
@@ -130,3 +140,62 @@ def test_methods_that_observe_the_same_are_served_by_the_one_that_notes_most():
         ["kvzip + match:references=text"],
         ["h2o"],
     ]
+
+
+def test_one_reading_observes_what_all_methods_need():
+    """Repetitions of a text come after its reading; logits of all its tokens are read apart."""
+    methods = ["knorm", "snapkv:window=8", "h2o", "snapkv:window=16", "roco", "kvzip", "sirllm"]
+    (needs, together), (logits, alone) = reading_together(methods, kvfold.parse)
+    assert together == methods[:-1] and alone == ["sirllm"]
+    assert needs == Needs(LastQueries(16), ColumnSums(), ColumnSquares())
+    assert logits == of_forwards(kvfold.parse("sirllm").stages().needs)
+
+
+def test_needs_that_one_observation_cannot_serve_are_read_apart():
+    methods = ["expected_attention", "expected_attention:sinks=9", "h2o"]
+    groups = [group for _, group in reading_together(methods, kvfold.parse)]
+    assert groups == [["expected_attention", "h2o"], ["expected_attention:sinks=9"]]
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "roco", "knorm", "expected_attention"])
+def test_a_reading_for_all_is_compressed_as_one_for_the_method_alone(setting, spec):
+    """Kept sets are equal; where attention is summed up, products are added in another order."""
+    methods = ["snapkv:window=8", "h2o", "roco", "knorm", "expected_attention"]
+    ((needs, _),) = reading_together(methods, kvfold.parse)
+    ids, alone = setting.ids(words(60)), kvfold.CompressedCache(setting.model, spec, 0.4)
+    shared = kvfold.CompressedCache(setting.model, Observing(needs))
+    with shared.reading():
+        read(setting.model, shared, ids)
+        taken = shared.to_budget(0.4, spec)
+    with alone.reading():
+        read(setting.model, alone, ids)
+    assert kept(taken) == kept(alone)
+    for ours, own in zip(taken.states, alone.states, strict=True):
+        for one, other in zip(ours.stored().dense(), own.stored().dense(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_copy_goes_on_by_a_method_that_repeats_the_text(setting):
+    ids = setting.ids(words(60))
+    shared = kvfold.CompressedCache(setting.model, "h2o", 0.5, tokenizer=setting.tokenizer)
+    alone = kvfold.CompressedCache(setting.model, "kvzip", 0.4, tokenizer=setting.tokenizer)
+    with shared.reading():
+        read_on(setting.model, shared, ids)
+        with pytest.raises(KvfoldError, match="observes other data"):
+            shared.to_budget(0.4, "kvzip")
+        other = copied_for(shared, 0.4, kvfold.parse("kvzip"))
+        reconstruct(setting.model, other, ids, None)
+        taken = other.to_budget(0.4, "kvzip")
+    with alone.reading():
+        read_on(setting.model, alone, ids)
+    assert kept(taken) == kept(alone)
+    assert shared.stats().kept[0][0] == [90, 90]
+
+
+def test_a_repeated_text_serves_no_method_that_repeats_nothing(setting):
+    """Its opening is kept beside the budget."""
+    cache = kvfold.CompressedCache(setting.model, "kvzip", 0.5, tokenizer=setting.tokenizer)
+    with cache.reading():
+        read_on(setting.model, cache, setting.ids(words(60)))
+        with pytest.raises(KvfoldError, match="observes other data"):
+            cache.to_budget(0.5, "knorm")

@@ -115,7 +115,7 @@ def all_but_last(model: PreTrainedModel, cache: CompressedCache, batch: PromptBa
 
 
 def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch) -> PromptBatch:
-    """Reads the last token; returns the batch with each answer's first token.
+    """Reads what is unread; returns the batch with each answer's first token.
 
     Where the text was repeated (KVzip), the batch is returned as it is: the prefill ends before
     the last token.

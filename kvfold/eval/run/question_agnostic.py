@@ -54,11 +54,16 @@ def _compressed(
 ) -> Iterator[Compressed]:
     """Every cell's compressed contexts, from shared readings where that is exact."""
 
-    reading = Reading(
-        text=lambda cache: read_on(model, cache, batch.ids, batch.padding), rest=lambda cache: batch
-    )
+    def text(cache: CompressedCache) -> None:
+        read_on(model, cache, batch.ids, batch.padding)
+
+    def rest(cache: CompressedCache) -> PromptBatch:
+        if not cache.get_seq_length():
+            text(cache)
+        return batch
+
     shared = [cell for cell in cells if reads_for_others(model, parse(cell.method))]
-    yield from compressed(model, batch, shared, reading)
+    yield from compressed(model, batch, shared, Reading(text, rest))
     for cell in (cell for cell in cells if cell not in shared):
         yield _read_alone(model, batch, cell)
 

@@ -47,9 +47,10 @@ def reads_for_others(model: PreTrainedModel, method: Method) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """Two steps that read a batch into a cache; between them copies may repeat the text (KVzip).
+    """How a batch is read into a cache.
 
-    `rest` returns the batch as `generate` is to go on with it.
+    `text` reads what a method repeats (KVzip); `rest` all that is unread then, and returns the
+    batch as `generate` is to go on with it.
     """
 
     text: Callable[[CompressedCache], None]
@@ -94,7 +95,8 @@ def _alone(
 ) -> Compressed:
     """A cell's cache, which reads for itself and is not copied."""
     with measured(model.device) as cost, cache.reading():
-        reading.text(cache)
+        if cache.reconstruction is not None:
+            reading.text(cache)
         batch = reading.rest(cache)
     return Compressed(cell, cache, batch, cost)
 
@@ -113,15 +115,17 @@ def _together(
     reader = CompressedCache(model, Observing(needs), tokenizer=batch.prompts[0].tokenizer)
     # Left open: this cache is only copied, and dropped with its prefill unfinished.
     reader.phase.begin_reading()
-    with measured(model.device) as text:
-        reading.text(reader)
     repeating = [cell for cell in methods if ContextReconstruction in methods[cell].stages().needs]
+    cost = Cost(0.0, 0)
+    if repeating:
+        with measured(model.device) as cost:
+            reading.text(reader)
     for group in observing_alike(repeating, methods.__getitem__):
-        yield from _repeated(model, batch, reader, group, text)
+        yield from _repeated(model, batch, reader, group, cost)
     with measured(model.device) as rest:
         further = reading.rest(reader)
     for cell in (cell for cell in methods if cell not in repeating):
-        yield _taken(reader, cell, further, text + rest)
+        yield _taken(reader, cell, further, cost + rest)
 
 
 def _repeated(

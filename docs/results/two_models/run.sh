@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Eight methods on two models, at a fifth of the cache, before and after the question is known:
+#
+#     docs/results/two_models/run.sh BOOK [FOLDER]
+#
+# BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. The models are those of
+# `make real` and `make real REAL=gemma3`, with the scorers of `make fits` that zap reads. One sample
+# of each cell runs first, from which the hours of the rest are printed. Samples are kept in FOLDER;
+# run again, it goes on where it stopped. MODELS="gemma3", TASKS=needle_paraphrased and
+# METHODS=kvzip,snapkv run a part, LENGTH=2048 longer texts. Records name the commit, so nothing may
+# be uncommitted when it begins. `python -m docs.generate.two_models FOLDER` makes the pages, also
+# while it runs.
+set -eu
+book=$1 out=${2:-kvfold-two-models} root=$(cd "$(dirname "$0")/../../.." && pwd)
+if [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; then
+    echo "commit first: records name the commit that they were made at" >&2
+    exit 1
+fi
+tasks=${TASKS:-ruler_niah_single_1,ruler_niah_single_2,needle_paraphrased}
+
+run() {
+    local model=$1 samples=$2 view
+    local methods=${METHODS:-full,recall,kvzip,zap:file=.models/$model-scorer.safetensors,snapkv,\
+pyramidkv,h2o,d2o,streaming_llm}
+    for view in "" --question-aware; do
+        kvfold eval --model ".models/$model" --tasks "$tasks" --methods "$methods" --budgets 0.2 \
+            --lengths "${LENGTH:-1024}" --haystack "$book" --answer-tokens 16 --batch-size 10 \
+            --samples "$samples" --workers "${WORKERS:-1}" --out "$out" $view
+    done
+}
+
+for samples in 1 40; do
+    if [ "$samples" = 40 ]; then python -m docs.generate.hours "$out" 40; fi
+    for model in ${MODELS:-smollm2 gemma3}; do run "$model" "$samples"; done
+done
