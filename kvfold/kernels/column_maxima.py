@@ -45,6 +45,7 @@ def attend_with_column_maxima(
             query,
             key,
             value,
+            mask,
             scale=options["scale"],
             scored=scored,
             counted=counted,

@@ -31,7 +31,7 @@ def attend_with_moments(
     scale = options["scale"]
     if columns_in_cpp(query, key, value, mask, **options):
         return native.column_moments(
-            query, key, value, scale=scale, counted=counted, squares=squares
+            query, key, value, mask, scale=scale, counted=counted, squares=squares
         )
     path = columns_path(query, value, masked=mask is not None, squares=squares, **options)
     if path == "flash":

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,17 +184,28 @@ def contents(cache: kvfold.CompressedCache) -> list[dict[str, list[Tensor]]]:
     return found
 
 
-def equal(one: list[dict[str, list[Tensor]]], other: list[dict[str, list[Tensor]]]) -> bool:
-    """Whether two caches hold the same, bit by bit."""
+def equal(
+    one: list[dict[str, list[Tensor]]],
+    other: list[dict[str, list[Tensor]]],
+    alike: Callable[[Tensor, Tensor], bool] = torch.equal,
+) -> bool:
+    """Whether two caches hold the same, bit by bit unless tensors are compared otherwise."""
     return len(one) == len(other) and all(
         a.keys() == b.keys()
         and all(
             len(a[name]) == len(b[name])
-            and all(torch.equal(x, y) for x, y in zip(a[name], b[name], strict=True))
+            and all(alike(x, y) for x, y in zip(a[name], b[name], strict=True))
             for name in a
         )
         for a, b in zip(one, other, strict=True)
     )
+
+
+def rounded_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether floats are equal up to rounding, and all else exactly."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 FEW: list[Contender] = [("full", None), ("knorm", "0.5"), ("knorm", "0.25")]

@@ -4,8 +4,8 @@
 #     docs/results/two_models/run.sh BOOK [FOLDER]
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. The models are those of
-# `make real` and `make real REAL=gemma3`, with the scorers of `make fits` that zap reads. One sample
-# of each cell runs first, from which the hours of the rest are printed. Samples are kept in FOLDER;
+# `make real` and `make real REAL=gemma3`, with the scorers of `make fits` that zap reads. Ten samples
+# of each cell run first; then the minutes of the other thirty are printed. Samples are kept in FOLDER;
 # run again, it goes on where it stopped. MODELS="gemma3", TASKS=needle_paraphrased and
 # METHODS=kvzip,snapkv run a part, LENGTH=2048 longer texts. Records name the commit, so nothing may
 # be uncommitted when it begins. `python -m docs.generate.two_models FOLDER` makes the pages, also
@@ -29,7 +29,7 @@ pyramidkv,h2o,d2o,streaming_llm}
     done
 }
 
-for samples in 1 40; do
-    if [ "$samples" = 40 ]; then python -m docs.generate.hours "$out" 40; fi
-    for model in ${MODELS:-smollm2 gemma3}; do run "$model" "$samples"; done
-done
+# A first batch of each cell tells how long the others take.
+for model in ${MODELS:-smollm2 gemma3}; do run "$model" 10; done
+echo "about $((SECONDS * 3 / 60)) minutes to go"
+for model in ${MODELS:-smollm2 gemma3}; do run "$model" 40; done

@@ -65,23 +65,34 @@ struct Sizes {
     int64_t batch, heads, groups, queries, stored, size, value_size;
 };
 
-// What is observed. `counted` [B, S], `row_weights` [B, S] and `column_weights` [B, Hq, T] or null.
+// What is observed. `shown` [B, T], `scored` [B, T], `counted` [B, S], `row_weights` [B, S] and
+// `column_weights` [B, Hq, T], each or null.
 struct Observed {
     Kind kind;
-    const uint8_t *scored, *counted;
+    const uint8_t *shown, *scored, *counted;
     const float *row_weights, *column_weights;
 };
 
-// Ranges of a row's scored entries.
-std::vector<std::pair<int64_t, int64_t>> ranges_of(const uint8_t* scored, int64_t count) {
-    std::vector<std::pair<int64_t, int64_t>> found;
+using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+
+// Ranges of a row's entries that both masks have; null: all.
+Ranges ranges_of(const uint8_t* one, const uint8_t* other, int64_t count) {
+    const auto there = [&](int64_t i) { return (!one || one[i]) && (!other || other[i]); };
+    Ranges found;
     for (int64_t i = 0; i < count; i++) {
-        if (!scored[i]) continue;
+        if (!there(i)) continue;
         const int64_t first = i;
-        while (i < count && scored[i]) i++;
+        while (i < count && there(i)) i++;
         found.push_back({first, i});
     }
     return found;
+}
+
+// Calls `part` with the ranges' parts before `end`.
+template <typename Part>
+void before(const Ranges& ranges, int64_t end, Part part) {
+    for (const auto& [first, last] : ranges)
+        if (first < end) part(first, std::min(last, end));
 }
 
 // Raises numbers to those of a row times a factor, and times other factors if there are any.
@@ -120,7 +131,8 @@ class Span {
     const Sizes& sizes;
     const Observed& seen_by;
     const int64_t row, head, tokens, step;
-    std::vector<std::pair<int64_t, int64_t>> ranges;
+    const uint8_t* shown;
+    Ranges ranges, seen_ranges;
     std::vector<float> asked, weights, apart, mixed, sums, squares, of_group;
     std::vector<float> shares, factors;
     std::vector<const float*> received;
@@ -128,12 +140,14 @@ class Span {
   public:
     Span(const Sizes& sizes, const Observed& seen_by, int64_t row, int64_t head)
         : sizes(sizes), seen_by(seen_by), row(row), head(head),
-          tokens(std::max(int64_t(1), ROWS / sizes.groups)),
+          shown(seen_by.shown ? seen_by.shown + row * sizes.stored : nullptr), tokens(std::max(int64_t(1), ROWS / sizes.groups)),
           step(up_to(sizes.stored, PANEL) + WIDE), asked(rows() * sizes.size),
           weights(rows() * step), mixed(rows() * sizes.value_size), sums(sizes.stored),
           squares(sizes.stored), of_group(sizes.stored), shares(rows()), factors(sizes.groups),
           received(sizes.groups) {
-        if (seen_by.scored) ranges = ranges_of(seen_by.scored + row * sizes.stored, sizes.stored);
+        seen_ranges = ranges_of(shown, nullptr, sizes.stored);
+        if (seen_by.scored)
+            ranges = ranges_of(shown, seen_by.scored + row * sizes.stored, sizes.stored);
     }
 
     // Attends from queries `first` to `last`; adds what entries receive to `into` and `beside` [T].
@@ -175,18 +189,32 @@ class Span {
     // Softmax of a token's rows, and what entries receive of them.
     void weigh(int64_t token, int64_t begin, int64_t seen) {
         const int64_t visible = sizes.stored - sizes.queries + token + 1;
-        const bool counts = !seen_by.counted || seen_by.counted[row * sizes.queries + token];
+        const bool real = !shown || shown[visible - 1];
+        const bool counts =
+            real && (!seen_by.counted || seen_by.counted[row * sizes.queries + token]);
         const float weight =
             seen_by.row_weights ? seen_by.row_weights[row * sizes.queries + token] : 1.0f;
         for (int64_t g = 0; g < sizes.groups; g++) {
             const int64_t at = (token - begin) * sizes.groups + g;
-            float *own = &weights[at * step], share = 0;
-            const float most = most_of(own, visible, NOTHING);
+            float *own = &weights[at * step], share = 0, most = NOTHING, total = 0;
             received[g] = own;
+            shares[at] = factors[g] = 0;
+            if (!real) {
+                std::fill_n(own, seen, 0.0f);
+                continue;
+            }
+            before(seen_ranges, visible, [&](int64_t first, int64_t last) {
+                most = most_of(own + first, last - first, most);
+            });
             if (counts && seen_by.scored) share = far_below(own, visible, most, g);
-            const float total = exponentials(own, visible, most, own);
+            int64_t hidden = 0;
+            before(seen_ranges, visible, [&](int64_t first, int64_t last) {
+                std::fill(own + hidden, own + first, 0.0f);
+                total += exponentials(own + first, last - first, most, own + first);
+                hidden = last;
+            });
+            std::fill(own + hidden, own + seen, 0.0f);
             shares[at] = 1 / total;
-            std::fill(own + visible, own + seen, 0.0f);
             if (!seen_by.scored)
                 share = total;
             else if (counts && received[g] == own)
@@ -199,24 +227,26 @@ class Span {
     // Sum of the scored weights of a row.
     float share_of(const float* own, int64_t visible) const {
         float share = 0;
-        for (const auto& [first, last] : ranges)
-#pragma omp simd reduction(+ : share)
-            for (int64_t i = first; i < std::min(last, visible); i++) share += own[i];
+        before(ranges, visible, [&](int64_t first, int64_t last) {
+            float part = 0;
+#pragma omp simd reduction(+ : part)
+            for (int64_t i = first; i < last; i++) part += own[i];
+            share += part;
+        });
         return share;
     }
 
     // Where scored logits are all far below a row's highest, their weights and these weights' sum.
     float far_below(const float* own, int64_t visible, float most, int64_t g) {
         float of_scored = NOTHING, share = 0;
-        for (const auto& [first, last] : ranges)
-            if (first < visible)
-                of_scored = most_of(own + first, std::min(last, visible) - first, of_scored);
+        before(ranges, visible, [&](int64_t first, int64_t last) {
+            of_scored = most_of(own + first, last - first, of_scored);
+        });
         if (!(of_scored < most - FAR) || of_scored == NOTHING) return 0;
         apart.resize(sizes.groups * step);
-        for (const auto& [first, last] : ranges)
-            if (first < visible)
-                share += exponentials(own + first, std::min(last, visible) - first, of_scored,
-                                      &apart[g * step + first]);
+        before(ranges, visible, [&](int64_t first, int64_t last) {
+            share += exponentials(own + first, last - first, of_scored, &apart[g * step + first]);
+        });
         received[g] = &apart[g * step];
         return share;
     }
@@ -232,10 +262,10 @@ class Span {
             const int64_t query_head = (row * sizes.heads + head) * sizes.groups + g;
             const float* others = seen_by.column_weights;
             if (others) others += query_head * sizes.stored;
-            for (const auto& [first, last] : ranges)
-                if (first < visible)
-                    add(received[g] + first, std::min(last, visible) - first, factors[g],
-                        others ? others + first : nullptr, &sums[first]);
+            before(ranges, visible, [&](int64_t first, int64_t last) {
+                add(received[g] + first, last - first, factors[g],
+                    others ? others + first : nullptr, &sums[first]);
+            });
         }
     }
 
@@ -308,29 +338,35 @@ extern "C" {
 
 int64_t vector_width() { return WIDE; }
 
-// 1 if each of `queries` rows of a mask shows all of T entries up to its own, the last ones, alone.
+// 1 if each of `queries` rows of a mask shows, of T entries up to its own, those that the last row
+// shows, and no later ones. Rows whose own entry it hides are padding, and may show any.
 int64_t is_causal(const uint8_t* mask, int64_t step, int64_t queries, int64_t stored) {
+    const uint8_t* shown = mask + (queries - 1) * step;
+    if (!shown[stored - 1]) return 0;
     for (int64_t i = 0; i < queries; i++) {
+        const uint8_t* own = mask + i * step;
         const int64_t seen = stored - queries + i + 1;
-        uint8_t shown = 1, later = 0;
-        for (int64_t j = 0; j < seen; j++) shown &= mask[i * step + j];
-        for (int64_t j = seen; j < stored; j++) later |= mask[i * step + j];
-        if (!shown || later) return 0;
+        if (!shown[seen - 1]) continue;
+        uint8_t differs = 0, later = 0;
+        for (int64_t j = 0; j < seen; j++) differs |= own[j] ^ shown[j];
+        for (int64_t j = seen; j < stored; j++) later |= own[j];
+        if (differs || later) return 0;
     }
     return 1;
 }
 
-// Queries [B, Hq, S, D] are the last of T entries; out [B, S, Hq, Dv], where WIDE divides Dv. What
+// Queries [B, Hq, S, D] are the last of T entries, of which they see those `shown`, up to their own;
+// hidden ones see none. out [B, S, Hq, Dv], where WIDE divides Dv. What
 // entries receive [B, H, T]: `first` of `kind`, and `second` the sums of squares of sums of groups.
 void attend_with_columns(const float* query, const int64_t* query_steps, const float* key,
                          const int64_t* key_steps, const float* value, const int64_t* value_steps,
-                         const uint8_t* scored, const uint8_t* counted, const float* row_weights,
-                         const float* column_weights, float* out, float* first, float* second,
+                         const uint8_t* shown, const uint8_t* scored, const uint8_t* counted,
+                         const float* row_weights, const float* column_weights, float* out, float* first, float* second,
                          int64_t kind, int64_t batch, int64_t heads, int64_t groups,
                          int64_t queries, int64_t stored, int64_t size, int64_t value_size,
                          float scale, int64_t threads) {
     const Sizes sizes{batch, heads, groups, queries, stored, size, value_size};
-    const Observed seen_by{Kind(kind), scored, counted, row_weights, column_weights};
+    const Observed seen_by{Kind(kind), shown, scored, counted, row_weights, column_weights};
     const Heads of_query{query, query_steps}, of_key{key, key_steps}, of_value{value, value_steps};
     const int64_t length = up_to(stored, PANEL) * size, all = batch * heads;
     std::vector<float> panels(all * length), sums(all * SPANS * stored),

@@ -24,9 +24,14 @@ def vector_width() -> int:
 
 
 def is_causal(mask: Tensor) -> bool:
-    """True if nothing but causality hides entries by `mask [B or 1, Hq or 1, S, T]`."""
+    """True if causality and padding alone hide entries by `mask [B or 1, Hq or 1, S, T]`.
+
+    Padding hides the same entries from all queries after them; what its own queries see is free.
+    """
     queries, stored = mask.shape[2:]
     if mask.dtype != torch.bool or queries > stored:
+        return False
+    if not bool((mask[:, :, -1] == mask[:, :1, -1]).all()):
         return False
     mask = mask if mask.stride(3) == 1 else mask.contiguous()
     return all(
@@ -39,15 +44,19 @@ def column_moments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     *,
     scale: float,
     counted: Tensor | None,
     squares: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `reference.attend_with_moments`, causal and in float32; squares None without `squares`."""
+    """As `reference.attend_with_moments`, by an `is_causal` mask and in float32.
+
+    Padding's outputs are 0. Squares are None without `squares`.
+    """
     groups = query.shape[1] // key.shape[1]
     out, sums, found = _run(
-        query, key, value, kind=SQUARES if squares else SUMS, scale=scale, counted=counted
+        query, key, value, mask, kind=SQUARES if squares else SUMS, scale=scale, counted=counted
     )
     return out, sums / groups, None if found is None else found / groups**2
 
@@ -56,6 +65,7 @@ def column_maxima(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     *,
     scale: float,
     scored: Tensor,
@@ -64,11 +74,15 @@ def column_maxima(
     column_weights: Tensor | None,
     rms: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_with_column_maxima`, causal, in float32; sums of squares with `rms`."""
+    """As `reference.attend_with_column_maxima`, by an `is_causal` mask and in float32.
+
+    Padding's outputs are 0. With `rms`, sums of squares.
+    """
     out, maxima, _ = _run(
         query,
         key,
         value,
+        mask,
         kind=MEAN_SQUARES if rms else MAXIMA,
         scale=scale,
         counted=counted,
@@ -83,6 +97,7 @@ def _run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     *,
     kind: int,
     scale: float,
@@ -103,9 +118,10 @@ def _run(
         None if x is None else x.float().expand(shape).contiguous()
         for x, shape in ((row_weights, of_rows), (column_weights, of_entries))
     ]
+    shown = None if mask is None or bool(mask[:, :, -1].all()) else mask[:, 0, -1]
     chosen = [
         None if x is None else x.bool().expand(shape).contiguous()
-        for x, shape in ((scored, (batch, stored)), (counted, of_rows))
+        for x, shape in ((shown, (batch, stored)), (scored, (batch, stored)), (counted, of_rows))
     ]
     call(
         "attend_with_columns",

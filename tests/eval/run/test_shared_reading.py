@@ -12,7 +12,7 @@ from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.eval.run.question_agnostic import _compressed
 from kvfold.measure.cost import measured
 from tests.helpers.budgets import NAMED, needs_driver
-from tests.helpers.evaluation import Setting, contents, equal, record
+from tests.helpers.evaluation import Setting, contents, equal, record, rounded_alike
 from tests.helpers.models import build
 
 COMPOSED = [
@@ -68,7 +68,8 @@ def test_contexts_from_shared_readings_are_those_of_readings_of_their_own(settin
                 setting.model, setting.tokenizer, sample.context, cell.method, cell.budget
             ).cache
             own += len(forwards)
-            assert equal(shared[cell], contents(alone)), cell
+            # Attention that is summed up for another method is added up in another order.
+            assert equal(shared[cell], contents(alone), rounded_alike), cell
     finally:
         hook.remove()
     assert set(shared) == set(cells) and together < own / 4

@@ -67,7 +67,7 @@ def test_sums_are_the_reference(shape, squares, counted):
     query, key, value = drawn(shape)
     voters = voting(shape) if counted else None
     *got, of_squares = columns.column_moments(
-        query, key, value, scale=SCALE, counted=voters, squares=squares
+        query, key, value, None, scale=SCALE, counted=voters, squares=squares
     )
     wide = [x.double() for x in (query, key, value)]
     out, sums, expected = reference.attend_with_moments(*wide, None, scale=SCALE, counted=voters)
@@ -97,7 +97,7 @@ def test_maxima_are_the_reference(shape, rms, weighted, share, loud):
         shape[3] >= dispatch.FEW
     )
     none = dict.fromkeys(("row_weights", "column_weights"))
-    out, most = columns.column_maxima(query, key, value, **options, **none | weights)
+    out, most = columns.column_maxima(query, key, value, None, **options, **none | weights)
     if rms:
         most = column_maxima._root_of_mean(most, query, voters)
     wide = [x.double() for x in (query, key, value)]
@@ -105,6 +105,37 @@ def test_maxima_are_the_reference(shape, rms, weighted, share, loud):
     expected = reference.attend_with_column_maxima(*wide, None, **options, **doubled)
     # Logits of hundreds differ by their rounding, which weights repeat.
     assert_near([out, most], expected, 2e-5 * (1 + loud))
+
+
+@SHAPES
+@pytest.mark.parametrize("given_once", [False, True])
+def test_padding_is_seen_by_no_query_and_sees_nothing(shape, given_once):
+    """Padding before a text and before what repeats it; its own queries may see any entries."""
+    query, key, value = drawn(shape)
+    rows, queries, stored = shape[0], shape[3], shape[4]
+    shown = torch.ones(1 if given_once else rows, stored, dtype=torch.bool)
+    shown[0, : stored // 9] = shown[-1, : stored // 3] = False
+    shown[-1, stored - queries : stored - queries // 2] = False
+    shown[:, -1] = True
+    mask = (causal(queries, stored) & shown[:, None])[:, None]
+    own = shown[:, stored - queries :]
+    mask[:, 0][~own] = random_mask(1, 1, len(mask) * queries, stored)[0, 0][~own.flatten()]
+    scored, voters = chosen(shape, 0.6) & shown, own.expand(rows, -1)
+    wide = [x.double() for x in (query, key, value)]
+    assert columns.is_causal(mask)
+    out, sums, squares = columns.column_moments(
+        query, key, value, mask, scale=SCALE, counted=None, squares=True
+    )
+    told, *expected = reference.attend_with_moments(*wide, mask, scale=SCALE, counted=voters)
+    assert_near([sums, squares], expected)
+    options = {"scale": SCALE, "scored": scored, "counted": voters, "rms": False}
+    none = dict.fromkeys(("row_weights", "column_weights"))
+    again, most = columns.column_maxima(query, key, value, mask, **options, **none)
+    assert_near([most], reference.attend_with_column_maxima(*wide, mask, **options)[1:])
+    for each in (out, again):
+        hidden = ~voters[:, None, :, None]
+        assert each.masked_select(hidden).eq(0).all()
+        assert_near([each.masked_fill(hidden, 0)], [told.masked_fill(hidden, 0)])
 
 
 def test_scored_entries_whose_weights_are_all_lost_are_told_apart():
@@ -118,7 +149,7 @@ def test_scored_entries_whose_weights_are_all_lost_are_told_apart():
     scored = torch.arange(40)[None] > 5
     options = {"scale": 1.0, "scored": scored, "counted": None, "rms": False}
     none = dict.fromkeys(("row_weights", "column_weights"))
-    _, most = columns.column_maxima(query, key, value, **options, **none)
+    _, most = columns.column_maxima(query, key, value, None, **options, **none)
     wide = [x.double() for x in (query, key, value)]
     _, expected = reference.attend_with_column_maxima(*wide, None, **options)
     assert expected[0, 0, 6:].min() > 1e-3
@@ -128,7 +159,7 @@ def test_scored_entries_whose_weights_are_all_lost_are_told_apart():
 def test_sums_of_thousands_of_queries_stay_within_a_millionth():
     shape = 1, 1, 1, 3000, 3000, 16, 16
     query, key, value = drawn(shape)
-    _, sums, _ = columns.column_moments(query, key, value, scale=SCALE, counted=None, squares=False)
+    _, sums, _ = columns.column_moments(query, key, value, None, scale=SCALE, counted=None, squares=False)
     wide = [x.double() for x in (query, key, value)]
     _, expected, _ = reference.attend_with_moments(*wide, None, scale=SCALE)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=1e-6)
@@ -141,7 +172,9 @@ def test_no_number_depends_on_the_number_of_threads():
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             found.append(
-                columns.column_moments(query, key, value, scale=SCALE, counted=None, squares=True)
+                columns.column_moments(
+                    query, key, value, None, scale=SCALE, counted=None, squares=True
+                )
             )
     finally:
         torch.set_num_threads(before)
@@ -152,7 +185,7 @@ def test_no_number_depends_on_the_number_of_threads():
 def test_what_is_not_a_number_is_not_hidden():
     query, key, value = drawn((1, 1, 2, 20, 30, 16, 16))
     key[0, 0, 3, 2] = torch.nan
-    out, _, _ = columns.column_moments(query, key, value, scale=SCALE, counted=None, squares=False)
+    out, _, _ = columns.column_moments(query, key, value, None, scale=SCALE, counted=None, squares=False)
     assert out.isnan().all()
 
 
@@ -195,7 +228,7 @@ def test_what_cpp_does_not_take_is_done_by_torch():
 def test_operations_are_those_of_entries_that_are_seen():
     query, key, value = drawn((2, 2, 3, 20, 50, 16, 32))
     before = operations_so_far()
-    columns.column_moments(query, key, value, scale=SCALE, counted=None, squares=False)
+    columns.column_moments(query, key, value, None, scale=SCALE, counted=None, squares=False)
     seen = sum(range(31, 51))
     assert operations_so_far() - before == 2 * 2 * 6 * seen * (16 + 32)
 
@@ -205,7 +238,7 @@ def test_what_is_the_same_for_all_rows_may_be_given_once():
     query, key, value = drawn(shape)
     scored, voters = chosen(shape, 0.4)[:1], voting(shape)[:1].int()
     options = {"scale": SCALE, "rms": False, "row_weights": None, "column_weights": None}
-    got = columns.column_maxima(query, key, value, scored=scored, counted=voters, **options)
+    got = columns.column_maxima(query, key, value, None, scored=scored, counted=voters, **options)
     wide = [x.double() for x in (query, key, value)]
     expected = reference.attend_with_column_maxima(
         *wide, None, scored=scored.expand(2, -1), counted=voters.bool().expand(2, -1), scale=SCALE
