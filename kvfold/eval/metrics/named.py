@@ -11,7 +11,7 @@ from kvfold.eval.metrics.maths import equivalent, gsm8k_flexible
 from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh, words
 from kvfold.eval.metrics.rouge import in_any_script
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
-from kvfold.eval.metrics.words import folded, without_punctuation
+from kvfold.eval.metrics.words import ascii_digits, folded, spaced, without_punctuation
 
 Named = Callable[[str, Sequence[str]], MetricScore]
 
@@ -19,7 +19,14 @@ DEFAULT = "contains"
 
 
 def _exact(prediction: str, answer: str) -> MetricScore:
-    return MetricScore(float(words(prediction) == words(answer)))
+    if words(answer):
+        return MetricScore(float(words(prediction) == words(answer)))
+    return MetricScore(float(prediction.split() == answer.split()))
+
+
+def _f1(prediction: str, answer: str) -> MetricScore:
+    # Such as the answer "A" of a multiple choice, which SQuAD leaves out as an article.
+    return qa_f1(prediction, answer) if words(answer) else _exact(prediction, answer)
 
 
 def _after(clean: Callable[[str], str], metric: Named) -> Named:
@@ -35,12 +42,12 @@ NAMED: dict[str, Named] = {
     "contains": _after(folded, string_match_part),
     "contains_all": _after(folded, string_match_all),
     "exact": _after(without_punctuation, _best(_exact)),
-    "f1": _after(without_punctuation, _best(qa_f1)),
-    "f1_zh": _best(qa_f1_zh),
+    "f1": _after(lambda text: spaced(without_punctuation(text)), _best(_f1)),
+    "f1_zh": _after(folded, _best(qa_f1_zh)),
     "rouge_l": lambda prediction, answers: in_any_script(prediction, answers, "rougeL"),
     "rouge_lsum": lambda prediction, answers: in_any_script(prediction, answers, "rougeLsum"),
-    "number": _best(gsm8k_flexible),
-    "math": _best(equivalent),
+    "number": _after(ascii_digits, _best(gsm8k_flexible)),
+    "math": _after(ascii_digits, _best(equivalent)),
     "code": _best(code_sim),
 }
 # Meaning of each metric, in one line.
@@ -48,8 +55,8 @@ MEANS = {
     "contains": "any of the answers is in the prediction, case ignored",
     "contains_all": "share of the answers that are in the prediction, case ignored",
     "exact": "equal words, without case, punctuation and articles (SQuAD's exact match)",
-    "f1": "overlap of words (SQuAD's F1)",
-    "f1_zh": "overlap of Chinese words (LongBench)",
+    "f1": "overlap of words, of characters where a script has no spaces (SQuAD's F1)",
+    "f1_zh": "overlap of Chinese words (LongBench); f1 for other languages",
     "rouge_l": "ROUGE-L over words of any script (rouge-score)",
     "rouge_lsum": "the same over lines, for summaries (rouge-score)",
     "number": "the last number is the answer (GSM8K)",

@@ -30,6 +30,14 @@ def number(prediction: str, expected: Sequence[str]) -> MetricScore:
     return MetricScore(float(all(_digits(each) in found for each in expected)))
 
 
+def first_number(prediction: str, expected: Sequence[str]) -> MetricScore:
+    """1 if the prediction's first number is one of the expected, in digits of any script."""
+    first = _NUMBER.search(prediction)
+    if first is None:
+        return MetricScore(0.0, "no number in the prediction")
+    return MetricScore(float(_digits(first.group()) in map(_digits, expected)))
+
+
 def _digits(spelled: str) -> str:
     """A number's digits as ASCII, without separators."""
     return "".join(str(unicodedata.decimal(each)) for each in spelled if each.isdecimal())

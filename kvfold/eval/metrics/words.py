@@ -7,6 +7,7 @@ a Chinese text has no words, and two Russian ones share at most their numbers.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 
@@ -16,6 +17,8 @@ _UNSPACED = re.compile(
     "\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff]"
 )
 _ZERO_WIDTH_SPACE = "\u200b"
+# Arabic separators of thousands and of decimals.
+_SEPARATORS = {"\u066c": ",", "\u066b": "."}
 
 
 def words(text: str) -> list[str]:
@@ -49,6 +52,12 @@ def marks(text: str) -> list[str]:
     return list("".join(folded(text).split()))
 
 
+def spaced(text: str) -> str:
+    """The text with spaces where a script writes none: each of its characters is a word."""
+    parts = (words(word) if _UNSPACED.search(word) else [word] for word in text.split())
+    return " ".join(itertools.chain.from_iterable(parts))
+
+
 def without_punctuation(text: str) -> str:
     """The folded text without punctuation beyond ASCII, which SQuAD's metrics do not know."""
     kept = (each for each in folded(text) if each.isascii() or unicodedata.category(each)[0] != "P")
@@ -56,5 +65,19 @@ def without_punctuation(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """The text without differences of case, of composed letters and of wide forms."""
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    """The text without differences of case, composed letters, wide forms and scripts of digits."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return ascii_digits(folded)
+
+
+def ascii_digits(text: str) -> str:
+    """The text with decimal digits of any script as 0 to 9, and Arabic separators as , and ."""
+    if text.isascii():
+        return text
+    return "".join(_ascii_digit(each) for each in text)
+
+
+def _ascii_digit(character: str) -> str:
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    return _SEPARATORS.get(character, character)

@@ -30,7 +30,8 @@ from kvfold.measure.machine import MachineSetup
 PERPLEXITY = "perplexity"
 # Properties in a sample's metadata by which scores are broken down.
 BREAKDOWN = (
-    "depth", "wording", "bucket", "length", "difficulty", "category", "subject", "level", "metric",
+    "depth", "distance", "wording", "bucket", "length", "difficulty", "category", "subject",
+    "level", "metric",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kvfold.eval.tasks import (
     graph_walk,
     infinitebench,
     key_value,
+    languages,
     longbench,
     longbench_v2,
     loogle,
@@ -24,6 +25,7 @@ from kvfold.eval.tasks import (
     paraphrased,
     perplexity,
     profile,
+    related,
     ruler_niah,
     ruler_qa,
     ruler_tracking,
@@ -47,9 +49,9 @@ __all__ = [
 ]  # fmt: skip
 
 _FILES = (
-    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, paraphrased, key_value, profile,
-    graph_walk, tool_session, perplexity, longbench, longbench_v2, loogle, infinitebench, scbench,
-    maths, mt_bench, own,
+    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, paraphrased, related, languages,
+    key_value, profile, graph_walk, tool_session, perplexity, longbench, longbench_v2, loogle,
+    infinitebench, scbench, maths, mt_bench, own,
 )  # fmt: skip
 
 

@@ -62,3 +62,10 @@ def test_another_number_that_holds_the_digits_is_wrong(said):
 def test_every_number_has_to_be_found():
     assert value(needle.number("12 and 345", ["345", "12"])) == 1
     assert value(needle.number("12 and 34", ["345", "12"])) == 0
+
+
+def test_the_first_number_is_the_answer():
+    assert value(needle.first_number("It was 12, then 345.", ["12"])) == 1
+    assert value(needle.first_number("It was 12, then 345.", ["345"])) == 0
+    none = needle.first_number("no idea", ["12"])
+    assert (none.value, none.failed) == (0, "no number in the prediction")

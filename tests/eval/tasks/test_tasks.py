@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_samples_and_another_others(name):
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_length_that_cannot_hold_a_sample_is_refused(name):
     with pytest.raises(KvfoldError, match="tokens cannot hold"):
-        made(name, length=60)
+        made(name, length=40)
 
 
 def test_generated_tasks_need_a_way_to_count():
