@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of the published leaderboard, run again and compared with what was published:
+r"""Cells of the published leaderboard, run again and compared with what was published:
 
     python -m docs.results.reproduce MODEL BOOK [kvzip@0.2 snapkv@0.2 knorm@0.2] [--task TASK]
+    python -m docs.results.reproduce .models/gemma3 BOOK kvzip@0.2 snapkv@0.2 h2o@0.2 \
+        --published docs/results/two_models/gemma3.csv.gz
 
 BOOK is the haystack of the published run. Samples are drawn again, and answers, their scores and
 lengths, and the entries kept are compared. Exits with 1 if any differ.
@@ -61,8 +63,9 @@ def main() -> None:
     parser.add_argument("book", type=Path)
     parser.add_argument("cells", nargs="*", default=CELLS, help="method@budget")
     parser.add_argument("--task", default="ruler_niah_single_2")
+    parser.add_argument("--published", type=Path, default=PUBLISHED, help="samples of the model")
     given = parser.parse_args()
-    published = of_cells(compact_samples.read(PUBLISHED), given.task, given.cells)
+    published = of_cells(compact_samples.read(given.published), given.task, given.cells)
     if len(published) != SAMPLES * len(given.cells):
         parser.error(f"not all of {', '.join(given.cells)} is published for {given.task}")
     model, tokenizer = load(given.model)
