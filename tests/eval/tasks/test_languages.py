@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvfold.errors import KvfoldError
+from kvfold.eval.evaluate import drawn
+from kvfold.eval.tasks import SampleRequest
 from kvfold.eval.tasks.languages import LANGUAGES, sentences
-from tests.helpers.tasks import ALL, made
+from tests.helpers.tasks import ALL, count, made
 
 SCRIPTS = {"ru": "[\u0400-\u04ff]", "zh": "[\u4e00-\u9fff]", "ja": "[\u3040-\u9fff]"}
 
@@ -22,7 +24,7 @@ def test_text_needle_and_question_are_in_the_language(code: str) -> None:
         (question,) = sample.questions
         assert re.findall(r"\d+", sample.context) == list(question.answers)
         (name,) = [name for name in wording.names if name in question.text]
-        assert f"{question.answer_prefix}" == wording.prefix.format(name=name)
+        assert question.answer_prefix == wording.prefix.format(name=name)
         stated = wording.needle.format(name=name, number=question.answers[0])
         # A base model that repeats the needle after the answer's first words is right.
         assert stated.startswith(question.answer_prefix) and stated in sample.context
@@ -71,3 +73,13 @@ def test_a_text_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
 def test_sentences_end_at_signs_of_both_kinds() -> None:
     assert sentences("Ja. Nein!\nVersion 3.5 ist\nda. ") == ["Ja.", "Nein!", "Version 3.5 ist da."]
     assert sentences("下雨了。没有人 来！好？") == ["下雨了。", "没有人 来！", "好？"]
+
+
+def test_of_all_languages_those_without_a_text_are_left_out_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "de.txt").write_text("Es regnete. " * 600, encoding="utf-8")
+    said = list[str]()
+    request = SampleRequest(samples=1, count=count, haystack=tmp_path)
+    found = list(drawn(["languages"], request, [1500], said.append))
+    assert [each.task.name for each in found] == ["needle_de"]
+    assert len(said) == len(LANGUAGES) - 1 and all("\n" not in line for line in said)
+    assert said[0].startswith("left out: needle_fr: ") and said[0].endswith("fr.txt")
