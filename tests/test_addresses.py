@@ -82,6 +82,7 @@ TESTED_BY = {
     "kernels/triton/codes.py": "kernels/triton/test_attention.py",
     "kernels/triton/online_softmax.py": "kernels/triton/test_attention.py",
     "kernels/views.py": "kernels/test_ragged.py",
+    "methods/observing.py": "cache/test_copy_to_budget.py",
     "methods/full.py": "methods/test_every_method.py",
     "methods/h2o.py": "methods/test_evicting_while_decoding.py",
     "methods/kivi.py": "cache/test_encode.py",

@@ -134,10 +134,12 @@ def draw(cells: Found, model: str, path: Path) -> None:
 def _points(panel: Axes, cells: Found, model: str, aware: bool, names: Sequence[str]) -> None:
     for number, (task, marker) in enumerate(MARKERS.items()):
         own = [(cells.get(Place(model, task, aware, name)), row) for row, name in enumerate(names)]
-        scores = [(_score(cell), row) for cell, row in own if cell]
-        color = COLORS[number] if tells(cells, model, task, aware) else GREY
-        panel.scatter(*zip(*scores, strict=True), marker=marker, color=color, s=64, label=task,
-                      alpha=0.85, clip_on=False, zorder=3)  # fmt: skip
+        scores = [_score(cell) for cell, _ in own if cell]
+        rows = [row for cell, row in own if cell]
+        panel.scatter(
+            scores, rows, s=64, marker=marker, label=task, alpha=0.85, clip_on=False, zorder=3,
+            color=COLORS[number] if tells(cells, model, task, aware) else GREY,
+        )  # fmt: skip
     panel.set_xlim(0, 100)
     panel.set_xlabel("found, %")
     panel.tick_params(length=0)

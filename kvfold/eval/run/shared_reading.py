@@ -21,6 +21,7 @@ from kvfold.methods.observing import Observing
 from kvfold.methods.stages.when import Once
 from kvfold.observers.reconstruction import ContextReconstruction
 
+
 @dataclass(frozen=True)
 class Compressed:
     """A cell's cache after compression, or the exception instead.
@@ -145,9 +146,7 @@ def _repeated(
         yield _taken(cache, cell, batch, text + repetition)
 
 
-def _taken(
-    cache: CompressedCache, cell: EvalCell, batch: PromptBatch, reading: Cost
-) -> Compressed:
+def _taken(cache: CompressedCache, cell: EvalCell, batch: PromptBatch, reading: Cost) -> Compressed:
     """A cell's cache out of an open one, whose reading had a cost."""
     taken: CompressedCache | Exception
     with measured(batch.ids.device) as compressing:
