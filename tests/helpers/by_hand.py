@@ -119,11 +119,11 @@ class ByHand:
         return twin
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> ByHand:
+    def __call__(self, ids: Tensor, **inputs: Any) -> ByHand:
         global _running
         _running = self
         places = torch.arange(self.seen, self.seen + ids.shape[1])[None]
-        self.logits = self.model(ids, position_ids=places, use_cache=False).logits[0]
+        self.logits = self.model(ids, position_ids=places, use_cache=False, **inputs).logits[0]
         self.seen += ids.shape[1]
         return self
 
