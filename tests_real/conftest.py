@@ -53,6 +53,20 @@ def tokenizer(loaded: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
+def full_layers(model: Any) -> list[int]:
+    """Numbers of the layers that attend to the whole past, which kvfold compresses."""
+    kinds = getattr(model.config, "layer_types", None)
+    kinds = kinds or ["full_attention"] * model.config.num_hidden_layers
+    return [at for at, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+@pytest.fixture(scope="session")
+def slides(model: Any, full_layers: list[int]) -> bool:
+    """True if some layers see a window only."""
+    return len(full_layers) < model.config.num_hidden_layers
+
+
+@pytest.fixture(scope="session")
 def exact(model: Any) -> Any:
     """The model in float64, its norms too, which transformers computes in float32."""
     made = copy.deepcopy(model).double()

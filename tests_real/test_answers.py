@@ -57,7 +57,17 @@ def test_kvzip_finds_needles_before_the_question_is_known(model, tokenizer, text
     assert sum(answered("random", BUDGET)) < len(documents) / 2
 
 
-def test_two_turns_are_the_chat_template_s(model, tokenizer, text):
+def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Messages in the chat template, or as paragraphs, up to where the answer begins."""
+    if tokenizer.chat_template:
+        shown = {"tokenize": False, "add_generation_prompt": True}
+        return str(tokenizer.apply_chat_template(messages, **shown))
+    after = {"user": "\n", "assistant": "\n\n"}
+    said = "".join(message["content"] + after[message["role"]] for message in messages)
+    return f"{tokenizer.bos_token}{said}"
+
+
+def test_two_turns_are_the_chat_template_s_or_paragraphs(model, tokenizer, text):
     """Greedy answers of transformers alone; what it generated stays the tokens that it was."""
     document = text[:1500]
     chat = kvfold.compress(model, tokenizer, document, "full").chat()
@@ -66,7 +76,7 @@ def test_two_turns_are_the_chat_template_s(model, tokenizer, text):
     for question in QUESTIONS:
         opening = "" if messages else f"{document}\n\n"
         messages.append({"role": "user", "content": opening + question})
-        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        whole = prompt_of(tokenizer, messages)
         assert whole.startswith(written)
         new = tokenizer(whole[len(written) :], add_special_tokens=False, return_tensors="pt")
         prompt = torch.cat([read, new.input_ids], 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every registered method once, with its defaults, on a really trained model and a real text.
 
-Fitted methods take the files that `make real` puts beside its model, or that stand beside `REAL`.
+Fitted methods take the files beside the model: those of `make real`, or of `make fits`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ OWN_COUNT = ("pyramidkv_official", "d2o_official", "every", "triattention")
 
 
 @pytest.fixture
-def spec(request: pytest.FixtureRequest, model, folder, tmp_path) -> str:
+def spec(request: pytest.FixtureRequest, full_layers, folder, tmp_path) -> str:
     """A method's text, with another one before it and with its file where it needs them."""
     name: str = request.param
     if name == "sizes":
-        layers = model.config.num_hidden_layers
+        layers = len(full_layers)
         file = tmp_path / "sizes.json"
         file.write_text(json.dumps([0.1 + 0.4 * layer / layers for layer in range(layers)]))
     elif fitted := FITTED.get(kvfold.list_methods()[name].name):  # a preset's method
         file = Path(f"{folder}-{fitted}.safetensors")
         if not file.is_file():
-            pytest.skip(f"{file} is not there: `make real` brings it for its own model")
+            pytest.skip(f"{file} is not there: `make fits` makes it for a model of `make real`")
     else:
         return composed(name) + OPTIONS.get(name, "")
     return f"{name}:file={file}"

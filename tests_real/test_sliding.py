@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models some of whose layers slide: kept entries of the full ones by loops, the others untouched.
 
-For `REAL=gemma3`; skipped where no layer slides. Written out in float64, the sliding window's mask
-included.
+For `REAL=gemma3`; skipped where no layer slides. The text is longer than the windows, and all is
+written out in float64.
 """
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,85 +17,121 @@ from torch import Tensor
 
 import kvfold
 from kvfold import CompressedCache
-from tests.helpers.truth import Reader, stock_cache
+from kvfold.fitted.of_model import read_fitted, write_fitted
+from kvfold.methods.stages.score.learned import Scorer
+from tests.helpers import recall
+from tests.helpers.by_hand import WINDOW, ByHand, assert_holds, evict, per_head, with_window
+from tests.helpers.caches import positions
+from tests.helpers.scorers import linear_scores, pooled_by_hand
+from tests.helpers.truth import Reader, stock_cache, worst
 
 pytestmark = pytest.mark.real
 
-TOKENS, BUDGET, WINDOW = 640, 160, 8
+TOKENS, BUDGET = 640, 160
 
 
-@pytest.fixture(scope="module")
-def full_layers(model: Any) -> list[int]:
-    kinds = getattr(model.config, "layer_types", None) or []
-    if "sliding_attention" not in kinds:
+@pytest.fixture(autouse=True)
+def sliding_model(model: Any, slides: bool) -> None:
+    if not slides:
         pytest.skip("no layer of this model slides")
-    return [at for at, kind in enumerate(kinds) if kind == "full_attention"]
-
-
-def rows(module: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Causal attention `[H, G, S, T]` in float64 of queries `[Hq, S, D]`, of the newest tokens."""
-    heads, tokens, size = key.shape
-    grouped = query.view(heads, -1, query.shape[1], size)
-    logits = grouped @ key[:, None].mT * module.scaling
-    new = query.shape[1]
-    seen = torch.arange(tokens) <= torch.arange(tokens - new, tokens)[:, None]
-    return logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    assert model.config.sliding_window < TOKENS
 
 
 @pytest.fixture(scope="module")
-def attention(exact: Any, ids: Tensor, full_layers: list[int]) -> dict[int, Tensor]:
-    """Each full layer's attention over the text `[H, G, S, T]`, from transformers' own cache."""
-    from transformers.models.gemma3.modeling_gemma3 import apply_rotary_pos_emb
+def keys_before_rope() -> dict[int, Tensor]:
+    """By layer `[H, T, D]`, noted while `read` is made."""
+    return {}
 
-    found: dict[int, Tensor] = {}
+
+@pytest.fixture(scope="module")
+def read(truth: Any, ids: Tensor, keys_before_rope: dict[int, Tensor]) -> ByHand:
+    """The text, read by hand; copy it before anything is taken out of it."""
     hooks = []
-    cache = stock_cache(exact)
+    for at, layer in enumerate(truth.model.layers):
 
-    def note(module: Any, _: Any, given: dict[str, Any], __: Any) -> None:
-        hidden, (cos, sin) = given["hidden_states"], given["position_embeddings"]
-        query = module.q_norm(
-            module.q_proj(hidden).view(*hidden.shape[:2], -1, module.head_dim)
-        ).transpose(1, 2)
-        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
-        found[module.layer_idx] = rows(module, query[0], cache.layers[module.layer_idx].keys[0])
+        def note(_: Any, __: Any, keys: Tensor, at: int = at) -> None:
+            keys_before_rope[at] = keys[0]
 
-    for layer in full_layers:
-        module = exact.model.layers[layer].self_attn
-        hooks.append(module.register_forward_hook(note, with_kwargs=True))
-    Reader(exact, cache)(ids[:, :TOKENS])
+        hooks.append(layer.self_attn.k_norm.register_forward_hook(note))
+    one = ByHand(truth)(ids[:, :TOKENS], logits_to_keep=1)
     for hook in hooks:
         hook.remove()
-    return found
+    return one
 
 
-def test_snapkv_keeps_what_the_window_votes_for(exact, ids, attention):
+@pytest.fixture(scope="module")
+def fitted(folder: str) -> Path:
+    """The scorer that was fitted on the model."""
+    file = Path(f"{folder}-scorer.safetensors")
+    if not file.is_file():
+        pytest.skip(f"{file} is not there: `make fits` makes it for a model of `make real`")
+    return file
+
+
+@pytest.fixture(scope="module")
+def zap(model: Any, exact: Any, fitted: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """zap with the fitted scorer, as one of the float64 model."""
+    path = tmp_path_factory.mktemp("fitted") / "scorer.safetensors"
+    scorer = read_fitted(fitted, model, Scorer)
+    write_fitted(path, scorer, exact, written_by="", target="kvzip", texts=0)
+    return f"zap:file={path}"
+
+
+def test_snapkv_keeps_what_the_window_votes_for(exact, ids, read):
     cache = CompressedCache(exact, f"snapkv:window={WINDOW}", BUDGET)
-    Reader(exact, cache)(ids[:, :TOKENS])
-    for at, (layer, weights) in enumerate(attention.items()):
-        votes = weights[:, :, -WINDOW:, :-WINDOW].mean((1, 2))
-        for found, row in zip(cache.positions(at)[0], votes.tolist(), strict=True):
-            near = [max(row[max(0, i - 3) : i + 4]) for i in range(len(row))]
-            order = sorted(range(len(near)), key=lambda i: (-near[i], i))[: BUDGET - WINDOW]
-            assert found.tolist() == sorted([*order, *range(TOKENS - WINDOW, TOKENS)]), layer
+    Reader(exact, cache)(ids[:, :TOKENS], logits_to_keep=1)
+    chosen = per_head(lambda head: with_window(head, BUDGET))
+    assert_holds(cache, [evict(copy.deepcopy(read), chosen)])
 
 
-@pytest.mark.parametrize("spec", ["snapkv"])
-def test_sliding_layers_are_transformers_own(exact, tokenizer, ids, full_layers, spec):
-    """Their entries are those of transformers' cache, bit for bit, and outside the bytes told."""
-    stock = stock_cache(exact)
-    Reader(exact, stock)(ids[:, :TOKENS])
-    cache = CompressedCache(exact, spec, 0.3, tokenizer=tokenizer)
-    kvfold.generate(exact, ids[:, :TOKENS], cache=cache, max_new_tokens=1, do_sample=False)
-    stats = cache.stats()
-    layers = exact.config.num_hidden_layers
-    assert sorted(stats.other_layers) == [at for at in range(layers) if at not in full_layers]
-    assert len(stats.kept) == len(full_layers)
+def test_zap_keeps_what_the_fitted_scorer_rates_best(
+    model, exact, ids, read, zap, fitted, full_layers, keys_before_rope
+):
+    cache = CompressedCache(exact, zap, BUDGET)
+    Reader(exact, cache)(ids[:, :TOKENS], logits_to_keep=1)
+    scorer = read_fitted(fitted, model, Scorer)
+    scores = []
+    for place, (at, layer) in enumerate(zip(full_layers, read.layers, strict=True)):
+        values = torch.stack([head.values for head in layer.heads])
+        scores.append(linear_scores(keys_before_rope[at][None], values[None], scorer, place))
+    whole = torch.ones(1, TOKENS, dtype=torch.long)
+    expected = pooled_by_hand(torch.stack(scores), whole, BUDGET, sinks=4, window=16)
+    assert [layer[0] for layer in positions(cache)] == expected[0]
+
+
+def test_recall_reads_what_the_codes_of_keys_find(exact, truth, ids):
+    """A turn, and steps across a lot of 32 entries that go cold."""
+    reader = Reader(exact, CompressedCache(exact, recall.SPEC))
+    masked = recall.RecallTruth(truth)
+    for each in (reader, masked):
+        each(ids[:, :TOKENS], logits_to_keep=1)
+    later = ids[:, TOKENS : TOKENS + 49]
+    for piece in (later[:, :9], *later[:, 9:].split(1, 1)):
+        assert worst(reader(piece), masked(piece)) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["snapkv", "kvzip", "zap", "recall"])
+def test_sliding_layers_are_transformers_own(
+    exact, tokenizer, text, full_layers, name, request: pytest.FixtureRequest
+):
+    """Their entries are those of transformers' cache, bit for bit, and their bytes told apart."""
+    spec = request.getfixturevalue("zap") if name == "zap" else name
+    context = kvfold.compress(
+        exact, tokenizer, text[:3000], spec, None if name == "recall" else 0.3
+    )
+    assert context.ids.shape[1] > exact.config.sliding_window
+    stock, stats = stock_cache(exact), context.stats()
+    Reader(exact, stock)(context.ids, logits_to_keep=1)
+    layers = range(exact.config.num_hidden_layers)
+    assert stats.layers == full_layers
+    assert sorted(stats.other_layers) == [at for at in layers if at not in full_layers]
     for at in stats.other_layers:
-        theirs = stock.layers[at]
-        held = cache.layers[at]
-        assert torch.equal(held.keys, theirs.keys) and torch.equal(held.values, theirs.values)
-        assert held.keys.shape[2] < TOKENS
-    full = stock_cache(exact)
-    Reader(exact, full)(ids[:, :TOKENS])
-    whole = sum(2 * full.layers[at].keys.nbytes for at in full_layers)
+        mine, theirs = context.cache.layers[at], stock.layers[at]
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+    whole, windows = (
+        sum(stock.layers[at].keys.nbytes + stock.layers[at].values.nbytes for at in group)
+        for group in (full_layers, stats.other_layers)
+    )
     assert stats.nbytes_full == whole and stats.nbytes < 0.4 * whole
+    counters = 8 * len(stats.other_layers)  # of the tokens seen, in newer versions
+    assert stats.other_bytes in (windows, windows + counters)

@@ -9,6 +9,7 @@ from kvfold.cache.parts import CacheParts
 from kvfold.cache.phase import Phase
 from kvfold.cache.state import PER_HEAD, PER_ROW, LayerState
 from kvfold.cache.stats import Stats
+from kvfold.hf.stock_layers import bytes_held
 from kvfold.kernels.cold_bytes import ColdBytes
 from kvfold.methods.stages.when import Hold
 
@@ -38,6 +39,7 @@ def stats_of(cache: CacheParts) -> Stats:
         id_bytes=phase.history.nbytes,
         nbytes_full=sum(_full_bytes(state) for state in started),
         other_layers={i: type(layer).__name__ for i, layer in cache.other_layers().items()},
+        other_bytes=bytes_held(cache.other_layers().values()),
         forced_over_budget=any(state.over_budget for state in started),
         inexact=cache.method.stages().inexact,
         later=max(map(_later, started), default=0),

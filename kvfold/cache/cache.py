@@ -38,6 +38,7 @@ from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import (
     can_crop_stock,
     crop_stock,
+    cut_windows,
     detach_layers,
     reset_layers,
     stock_layers,
@@ -195,6 +196,8 @@ class CompressedCache(CacheParts, ToldOfForwards):
             raise self.forward.stored_nothing()
         if torch.is_grad_enabled():
             detach_layers(self.other_layers().values())
+        if ids is None or ids.shape[1] > 1:
+            cut_windows(self.other_layers().values())
         if ids is not None and self.forward.begun is not None:
             self.phase.note_read(ids, self.forward.begun, logits, self.tokens_read)
         if self.phase.reads_ids:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 from kvfold.kernels.cold_bytes import ColdBytes
 
@@ -21,8 +22,8 @@ class Stats:
     `seen_per_row` leaves padding out. `nbytes` sums every tensor of the compressible layers: keys
     and values, positions, state (score sums, remembered queries, padding), and slack for tokens to
     come. `nbytes_full` is what transformers' own cache would hold for them. `other_layers` are left
-    as they are, outside all these numbers; so are `id_bytes`, of the ids of the tokens read, 4 each
-    in host memory.
+    as they are: sliding windows and recurrent states, outside all these numbers. `other_bytes` are
+    theirs, and `id_bytes` of the ids of the tokens read, 4 each in host memory.
     `inexact` says why a method keeps another number of entries than its budget, where it does.
     `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
     method's relative errors of the layer's output: predicted and, if it was asked to, measured.
@@ -48,6 +49,7 @@ class Stats:
     id_bytes: int
     nbytes_full: int
     other_layers: dict[int, str]
+    other_bytes: int
     forced_over_budget: bool
     inexact: str
     errors: list[list[float]]
@@ -60,6 +62,12 @@ class Stats:
     def nbytes(self) -> int:
         """All bytes of the compressible layers."""
         return self.kv_bytes + self.position_bytes + self.state_bytes + self.slack_bytes
+
+    @property
+    def layers(self) -> list[int]:
+        """The model's numbers of the compressible layers, in the order of `kept`."""
+        own = (layer for layer in count() if layer not in self.other_layers)
+        return list(islice(own, len(self.kept)))
 
     @property
     def ratio(self) -> float:
@@ -92,7 +100,7 @@ class Stats:
             f"{self.method}, budget {self.budget}",
             f"seen {self.seen:,} tokens, kept {self.kept_fraction:.1%} of the entries"
             f"{self._per_head()}",
-            f"bytes {self.nbytes:,} of {self.nbytes_full:,} ({self.ratio:.1%})",
+            f"bytes {self.nbytes:,} of {self.nbytes_full:,} ({self.ratio:.1%}){self._of_others()}",
         ]
         if self.later and (self.budget != "none" or self.later_budget is not None):
             lines.append(self._later())
@@ -121,12 +129,18 @@ class Stats:
             f"state {self.state_bytes:,}, slack {self.slack_bytes:,}; beside them token ids, "
             f"{self.id_bytes:,}",
         ]
-        for index, layer in enumerate(self.kept):
-            line = f"layer {index:3d}  kept {_range([n for row in layer for n in row])}"
+        for index, (number, layer) in enumerate(zip(self.layers, self.kept, strict=True)):
+            line = f"layer {number:3d}  kept {_range([n for row in layer for n in row])}"
             names = zip(("predicted", "measured"), self.errors[index], strict=False)
             lines.append(line + "".join(f"  {name} error {error:.3f}" for name, error in names))
         lines += [f"layer {index}: {kind}, as it is" for index, kind in self.other_layers.items()]
         return "\n".join(lines)
+
+    def _of_others(self) -> str:
+        """Bytes of the layers that are left as they are; empty before the first token."""
+        if not (self.kept and self.other_layers):
+            return ""
+        return f", beside {self.other_bytes:,} of {len(self.other_layers)} other layers"
 
     def _refitted(self) -> str:
         """Line about the refit: mean errors over layers, and sums of what was held back."""

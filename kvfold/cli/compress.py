@@ -255,12 +255,13 @@ def _compress_one(
         return
     where = f", first of {ranks.size} ranks" if ranks.size > 1 else ""
     rows = [("tokens", f"{stats.seen:,}")]
-    rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]
+    rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.layers, stats.kept)]
     rows += [
         ("kept of all entries", f"{stats.kept_fraction:.1%}"),
         (f"bytes in memory{where}", size(stats.nbytes)),
         *([("cold bytes in the file", size(stats.cold.host))] if stats.cold.host else []),
         (f"bytes of a full cache{where}", size(stats.nbytes_full)),
+        *([("bytes of other layers", size(stats.other_bytes))] if stats.other_layers else []),
         ("bytes of the file", size(path.stat().st_size)),
     ]
     if context.level is not None:

@@ -107,17 +107,24 @@ def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], Non
         yield lambda done: bar.update(task, completed=done)
 
 
-def kept_per_layer(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[str, str]]:
-    """Lines such as ("layers 0-3", "461 per KV head") from `kept[L][B][H]`, equal layers merged."""
+def kept_per_layer(
+    layers: Sequence[int], kept: Sequence[Sequence[Sequence[int]]]
+) -> list[tuple[str, str]]:
+    """Lines such as ("layers 0-3", "461 per KV head") from `kept[L][B][H]`, equal layers merged.
+
+    `layers` are the numbers of the compressible ones; others may lie between them.
+    """
     spans = []
     for layer in kept:
         counts = [count for row in layer for count in row]
         spans.append((min(counts), max(counts)))
     lines = []
-    for (low, high), group in groupby(enumerate(spans), key=lambda item: item[1]):
-        indices = [index for index, _ in group]
-        first, last = indices[0], indices[-1]
+    for (low, high), group in groupby(zip(layers, spans, strict=True), key=lambda item: item[1]):
+        numbers = [number for number, _ in group]
+        first, last = numbers[0], numbers[-1]
         name = f"layer {first}" if first == last else f"layers {first}-{last}"
+        if last - first >= len(numbers):
+            name = f"{len(numbers)} of {name}"
         count = f"{low}" if low == high else f"{low} to {high}"
         lines.append((name, f"{count} per KV head"))
     return lines

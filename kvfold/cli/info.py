@@ -46,7 +46,9 @@ def _content(header: Header) -> list[tuple[str, str]]:
         ("seed", str(header.seed)),
         ("tokens", f"{header.seen:,}"),
     ]
-    kept = kept_per_layer([[layer.kept] for layer in header.layers])
+    kept = kept_per_layer(
+        [layer.index for layer in header.layers], [[layer.kept] for layer in header.layers]
+    )
     rows += [(f"kept in {name}", count) for name, count in kept]
     rows += [(f"layer {other.index}", f"{other.kind}, as it is") for other in header.others]
     if header.per_chunk is not None:

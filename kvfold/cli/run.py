@@ -166,12 +166,13 @@ def _after_system(
 def costs(stats: Stats, clock: TokenTimer) -> Table:
     """Table of kept entries, bytes and times."""
     rows = [("tokens seen", f"{stats.seen:,}")]
-    rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]
+    rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.layers, stats.kept)]
     rows += [
         ("kept of all entries", f"{stats.kept_fraction:.1%}"),
         ("bytes", size(stats.nbytes)),
         ("bytes of a full cache", size(stats.nbytes_full)),
         ("ratio of bytes", f"{stats.ratio:.1%}"),
+        *([("bytes of other layers", size(stats.other_bytes))] if stats.other_layers else []),
         *([("cold bytes beside them", size(sum(stats.cold[:2])))] if any(stats.cold) else []),
         ("prefill and first token", seconds(clock.first_token)),
         ("per generated token", "-" if clock.per_token is None else seconds(clock.per_token)),

@@ -157,6 +157,23 @@ def attributes(layer: Any) -> dict[str, Any]:
     return flat
 
 
+def cut_windows(layers: Iterable[Any]) -> None:
+    """Lets go of a prompt's entries before the windows, which are views of its whole tensors."""
+    for layer in layers:
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+            for name in ("keys", "values"):
+                window = getattr(layer, name)
+                if window.untyped_storage().nbytes() > 2 * window.nbytes:
+                    setattr(layer, name, window.clone())
+
+
+def bytes_held(layers: Iterable[Any]) -> int:
+    """Bytes of all storages of layers, each whole: a window may be a view of a longer buffer."""
+    tensors = (x for layer in layers for x in attributes(layer).values() if isinstance(x, Tensor))
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def reset_layers(layers: Iterable[Any]) -> None:
     """Empties all layers; before transformers 5.18 windows would keep zeros in their place."""
     for layer in layers:

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
-from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.session import Session
 from kvfold.contexts.session_record import SessionRecord
 
@@ -118,19 +116,7 @@ def size_of(value: Context | Session) -> int:
     """Bytes of all tensors of a context or session: layers of both kinds, and token ids.
 
     Cold entries in host memory count, those in a file do not.
-
-    Transformers' layers count by storage: a sliding window may be a view of a longer buffer.
     """
-    storages = {}
-    for index, layer in enumerate(value.cache.layers):
-        if not isinstance(layer, CompressedLayer):
-            _, by_head, whole = others.describe(layer, index)
-            for tensor in (
-                *whole.values(),
-                *(head for heads in by_head.values() for head in heads),
-            ):
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
     stats = value.stats()
-    held = stats.nbytes + stats.cold.host + stats.id_bytes
-    return held + value.ids.nbytes + sum(storages.values())
+    held = stats.nbytes + stats.other_bytes + stats.cold.host + stats.id_bytes
+    return held + value.ids.nbytes

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from tests.helpers.tokenizers import WORDS, word_tokenizer
 from tests.helpers.truth import Reader, stock_cache
 
 # Layers that are compressed: gemma3 here has as many with sliding windows.
-COMPRESSED = {"llama": 4, "gemma3": 2}
+COMPRESSED = {"llama": [0, 1, 2, 3], "gemma3": [1, 3]}
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +41,21 @@ def test_stats_print_in_a_few_lines_and_layer_by_layer_on_demand(name):
     with torch.no_grad():
         model(prompts((64,))[0], past_key_values=cache)
     stats = cache.stats()
+    others = list(cache.other_layers().values())
+    assert stats.other_bytes == reachable_bytes(others) > 0 or name == "llama"
+    beside = f", beside {stats.other_bytes:,} of 2 other layers" if others else ""
     assert str(stats).splitlines() == [
         "snapkv, budget 40 tokens",
         "seen 64 tokens, kept 62.5% of the entries, 40 per layer and KV head",
-        f"bytes {stats.nbytes:,} of {stats.nbytes_full:,} ({stats.ratio:.1%})",
+        f"bytes {stats.nbytes:,} of {stats.nbytes_full:,} ({stats.ratio:.1%}){beside}",
     ]
     assert len(repr(stats)) < 150 and f"nbytes={stats.nbytes}" in repr(stats)
     details = stats.details()
     assert details.startswith(str(stats))
     assert f"keys and values {stats.kv_bytes:,} bytes" in details
-    assert details.count("  kept 40") == COMPRESSED[name]
-    assert details.count("DynamicSlidingWindowLayer, as it is") == 4 - COMPRESSED[name]
+    shown = re.findall(r"layer +(\d+)  kept 40", details)
+    assert [*map(int, shown)] == COMPRESSED[name]
+    assert details.count("DynamicSlidingWindowLayer, as it is") == 4 - len(COMPRESSED[name])
 
 
 def test_heads_of_unequal_sizes_print_their_range():
@@ -100,3 +106,23 @@ def test_a_budget_in_bytes_is_not_exceeded(model):
     Reader(model, cache)(prompts((300,))[0])
     stats = cache.stats()
     assert 0.9 * 40000 < stats.kv_bytes + stats.position_bytes <= 40000
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_windows_hold_no_more_of_a_prompt_than_transformers_would_read_on(name):
+    """transformers' own are views of the prompt's tensors until the next forward."""
+    model = build(name)
+    reader = start(model, "snapkv:window=8")
+    stock = Reader(model, stock_cache(model))
+    stock(prompts((64,))[0])
+    expected = 0
+    for at, layer in reader.cache.other_layers().items():
+        for mine, theirs in ((layer.keys, stock.cache.layers[at].keys),
+                             (layer.values, stock.cache.layers[at].values)):  # fmt: skip
+            assert mine.shape[2] == 15 and torch.equal(mine, theirs)
+            expected += theirs.numel() * theirs.element_size()
+    found = sum(
+        reachable_bytes([layer.keys, layer.values])
+        for layer in reader.cache.other_layers().values()
+    )
+    assert found == expected > 0

@@ -78,6 +78,28 @@ def test_turns_that_are_kept_are_seen_and_others_are_not(tokenizer, family):
         chat.drop(2)
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_without_a_chat_template_questions_and_answers_are_paragraphs(bos):
+    """docs/python.md, "Base models": and KVzip protects the BOS token alone."""
+    model, tokenizer = kvfold.bundled_model()
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    tokenizer.bos_token = tokenizer.eos_token if bos else None
+    text = "The locker of Aiko Berg is 48213. It was a quiet evening in the garden. " * 4
+    context = kvfold.compress(model, tokenizer, text, "kvzip", 0.3)
+    assert context.stats().protected == [int(bos)]
+    assert not bos or all(
+        head[0] == 0 for at in range(len(context.stats().layers))
+        for head in context.cache.positions(at)[0]
+    )  # fmt: skip
+    chat = context.chat()
+    chat.add("Whose is it?", "Aiko's.", answer_prefix="It is ")
+    chat.add("Which?", "48213.")
+    opening = tokenizer.bos_token or ""
+    said = "\n\nWhose is it?\nIt is Aiko's.\n\nWhich?\n48213."
+    assert tokenizer.decode(chat.ids[0]) == f"{opening}{text}{said}"
+
+
 def test_a_template_stands_between_turns(model):
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE

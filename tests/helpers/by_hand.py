@@ -49,12 +49,17 @@ class Head:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, scale: float) -> Tensor:
-        """Outputs `[G, S, D]` of queries `[G, S, D]` over all entries, the new ones among them."""
-        new = range(first, first + len(key))
-        self.positions += new
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, first: int, scale: float, window: float
+    ) -> Tensor:
+        """Outputs `[G, S, D]` of queries `[G, S, D]` over all entries, the new ones among them.
+
+        A query sees the newest `window` tokens, itself included.
+        """
+        self.positions += range(first, first + len(key))
         self.keys, self.values = torch.cat([self.keys, key]), torch.cat([self.values, value])
-        visible = torch.tensor([[at <= now for at in self.positions] for now in new])
+        age = torch.arange(first, first + len(key))[:, None] - torch.tensor(self.positions)
+        visible = (age >= 0) & (age < window)
         logits = (query @ self.keys.T * scale).masked_fill(~visible, -torch.inf)
         self.rows = logits.softmax(-1)
         row, none = self.rows.mean(0), torch.zeros(len(key), dtype=torch.float64)
@@ -77,37 +82,48 @@ class Layer:
     def __init__(self) -> None:
         self.heads: list[Head] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, first: int, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, first: int, scale: float, window: float
+    ) -> Tensor:
         group = len(query) // len(key)
         self.heads = self.heads or [Head(key.shape[-1], group) for _ in key]
         self.query, self.scale = query, scale
         parts = zip(self.heads, query.split(group), key, value, strict=True)
-        return torch.cat([head.attend(q, k, v, first, scale) for head, q, k, v in parts])
+        return torch.cat([head.attend(q, k, v, first, scale, window) for head, q, k, v in parts])
 
 
 class ByHand:
     """Reads one prompt without padding; transformers holds no cache for it.
 
-    `logits [S, V]` are those of the newest forward.
+    `layers` see all tokens, and `every` has the sliding ones too. `logits [S, V]` are those of the
+    newest forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         model.set_attn_implementation("by_hand")
         self.model, self.seen = model, 0
-        self.layers = [Layer() for _ in range(model.config.num_hidden_layers)]
+        self.every = [Layer() for _ in range(model.config.num_hidden_layers)]
+
+    @property
+    def layers(self) -> list[Layer]:
+        kinds = getattr(self.model.config, "layer_types", None)
+        if not kinds:
+            return self.every
+        pairs = zip(self.every, kinds, strict=True)
+        return [layer for layer, kind in pairs if kind != "sliding_attention"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ByHand:
         twin = ByHand(self.model)
-        twin.seen, twin.layers = self.seen, copy.deepcopy(self.layers, memo)
+        twin.seen, twin.every = self.seen, copy.deepcopy(self.every, memo)
         twin.logits = self.logits
         return twin
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> ByHand:
+    def __call__(self, ids: Tensor, **inputs: Any) -> ByHand:
         global _running
         _running = self
         places = torch.arange(self.seen, self.seen + ids.shape[1])[None]
-        self.logits = self.model(ids, position_ids=places, use_cache=False).logits[0]
+        self.logits = self.model(ids, position_ids=places, use_cache=False, **inputs).logits[0]
         self.seen += ids.shape[1]
         return self
 
@@ -116,11 +132,11 @@ _running: ByHand | None = None
 
 
 def by_hand(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **how: Any
 ) -> tuple[Tensor, None]:
     """Attention of the one row that `_running` reads."""
-    layer = _running.layers[module.layer_idx]
-    out = layer.attend(query[0], key[0], value[0], _running.seen, scaling)
+    layer, window = _running.every[module.layer_idx], how.get("sliding_window") or math.inf
+    out = layer.attend(query[0], key[0], value[0], _running.seen, scaling, window)
     return out.transpose(0, 1)[None], None
 
 

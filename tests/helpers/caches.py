@@ -78,7 +78,7 @@ def ask(reader: Reader, seed: int) -> Tensor:
 def counted_bytes(cache: kvfold.CompressedCache) -> int:
     """All that a cache says it holds."""
     stats = cache.stats()
-    return stats.nbytes + stats.id_bytes + stats.cold.host
+    return stats.nbytes + stats.other_bytes + stats.id_bytes + stats.cold.host
 
 
 def reachable_bytes(root: Any) -> int:

@@ -39,13 +39,18 @@ def scores_by_hand(model: Any, ids: Tensor, mask: Tensor, scorer: Scorer) -> Ten
     layers = []
     for index, layer in enumerate(cache.layers):
         keys, values = _before_rope(model, layer.keys.double(), at), layer.values.double()
-        norms = [x.pow(2).sum(-1, keepdim=True).sqrt() for x in (keys, values)]
-        x = torch.cat([keys, values, *norms, torch.ones_like(norms[0])], -1)
-        x = x / scorer.scales[index, :, None].double()
-        x = torch.cat([x, torch.tanh(x @ scorer.projections.double())], -1)
-        scores = torch.einsum("bhtf,hf->bht", x, scorer.weights[index].double())
+        scores = linear_scores(keys, values, scorer, index)
         layers.append(scores.masked_fill(mask[:, None] == 0, -torch.inf))
     return torch.stack(layers)
+
+
+def linear_scores(keys: Tensor, values: Tensor, scorer: Scorer, index: int) -> Tensor:
+    """Scores `[B, H, T]` of a layer's keys before RoPE and values `[B, H, T, D]`, float64."""
+    norms = [x.pow(2).sum(-1, keepdim=True).sqrt() for x in (keys, values)]
+    x = torch.cat([keys, values, *norms, torch.ones_like(norms[0])], -1)
+    x = x / scorer.scales[index, :, None].double()
+    x = torch.cat([x, torch.tanh(x @ scorer.projections.double())], -1)
+    return torch.einsum("bhtf,hf->bht", x, scorer.weights[index].double())
 
 
 def _before_rope(model: Any, keys: Tensor, at: Tensor) -> Tensor:

@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 import kvfold
 from kvfold.cache.fork import fork
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.kernels.codebook import looked_up, nearest, rotated, rotated_back
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.caches import PADDED, ask, decode, same, start
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.recall import READ, SINKS, SPEC, RecallTruth
 from tests.helpers.truth import Reader, stock_cache, worst
 
-LOT, SINKS, RESIDUAL, READ, BITS = 32, 2, 8, 0.1, 2
-SPEC = f"recall:residual={RESIDUAL},sinks={SINKS},read={READ},keys={BITS}"
 BEHIND = ["snapkv:window=8", "adakv:window=8", "keydiff", "pyramidkv:window=8 + adakv:window=8"]
-TRUTH = "recall_truth"
 TOLERANCE = {"gpt_oss": 1e-5, "gemma2": 1e-5}  # their own attention weighs in float32
 
 
@@ -32,53 +26,6 @@ def model_of(query_heads: int = 6, heads: int = 2, name: str = "llama") -> Any:
     sizes = {"num_attention_heads": query_heads, "num_key_value_heads": heads, "head_dim": 16}
     sizes["hidden_size"] = 16 * query_heads
     return build(name, torch.float64, **sizes)
-
-
-def code_of(keys: Tensor) -> Tensor:
-    """Keys as their codes are read: the paper's formula, in the key's own length (float16)."""
-    lengths = keys.norm(dim=-1, keepdim=True)
-    codes = nearest(rotated(keys / lengths) * keys.shape[-1] ** 0.5, BITS)
-    found = looked_up(codes, BITS, keys.dtype)
-    return rotated_back(found) * (lengths / found.norm(dim=-1, keepdim=True)).half()
-
-
-class RecallTruth(Reader):
-    """A stock cache whose attention reads, of the first `cold` entries, few anew for each query."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, stock_cache(model))
-        AttentionInterface.register(TRUTH, self.attend)
-        AttentionMaskInterface.register(TRUTH, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        self.cold = 0
-
-    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
-        before = self.model.config._attn_implementation
-        self.model.set_attn_implementation(TRUTH)
-        logits = super().__call__(ids, **inputs)
-        self.model.set_attn_implementation(before)
-        due = self.cache.get_seq_length() - RESIDUAL
-        if ids.shape[1] == 1:
-            due -= (due - self.cold) % LOT
-        self.cold = max(self.cold, due)
-        return logits
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        _, heads, stored, _ = key.shape
-        new = query.shape[2]
-        grouped = query[0].unflatten(0, (heads, -1)) * options["scaling"]
-        found = torch.einsum("hgsd,hnd->hsgn", grouped, code_of(key[0])).amax(2)
-        found[..., :SINKS] = found[..., self.cold :] = -torch.inf
-        count = math.ceil(READ * (self.cold - SINKS) - 1e-9) if self.cold > SINKS else 0
-        shown = torch.ones(new, stored, dtype=torch.bool).tril(stored - new).expand_as(found)
-        read = torch.zeros_like(found, dtype=torch.bool)
-        read = read.scatter(-1, found.topk(count, -1).indices, True)
-        read[..., :SINKS] = read[..., self.cold :] = True
-        logits = torch.einsum("hgsd,hnd->hgsn", grouped, key[0])
-        weights = logits.masked_fill(~(shown & read)[:, None], -torch.inf).softmax(-1)
-        out = torch.einsum("hgsn,hnd->hgsd", weights, value[0])
-        return out.flatten(0, 1).transpose(0, 1)[None], None
 
 
 @pytest.mark.parametrize(("query_heads", "heads"), [(2, 2), (6, 2), (8, 1)])
