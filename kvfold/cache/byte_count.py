@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from torch import Tensor
 
 from kvfold.cache.parts import CacheParts
@@ -42,7 +44,7 @@ def stats_of(cache: CacheParts) -> Stats:
         other_bytes=bytes_held(cache.other_layers().values()),
         forced_over_budget=any(state.over_budget for state in started),
         inexact=cache.method.stages().inexact,
-        later=max(map(_later, started), default=0),
+        later=fmean(map(_later, started)) if started else 0,
         later_budget=phase.own_size,
         errors=[_mean_report(state, "error") for state in started],
         refits=[_mean_report(state, "refit") for state in started],
@@ -83,12 +85,12 @@ def _mean_report(state: LayerState, name: str) -> list[float]:
     return state.reports[name].mean(0).tolist() if name in state.reports else []
 
 
-def _later(state: LayerState) -> int:
-    """Most entries of a head that were appended after the last eviction."""
+def _later(state: LayerState) -> float:
+    """Mean entries of a head that were appended after the last eviction."""
     holds = state.capacity is not None and isinstance(state.plan.stages.when, Hold)
     if holds and not state.phase.frozen:
         return 0
-    return int((state.columns() >= state.settled).sum(-1).max())
+    return (state.columns() >= state.settled).sum(-1).double().mean().item()
 
 
 def _beside_per_row(state: LayerState, longest: list[int]) -> list[float]:

@@ -30,7 +30,7 @@ class Stats:
     `refits[l]` are a refit's relative errors of the layer's output on held-out reference queries
     with the kept entries as they were, and refitted; the heads whose values a guard held back; and
     the entries without weight. These are means over rows.
-    `later` are the most entries of a KV head that came after the last compression; `budget` does
+    `later` are a KV head's entries that came after the last compression, on average; `budget` does
     not bound them, but `later_budget` entries do where a chat has one. `cold` bytes of recall are
     not in `nbytes`: in host memory, in a context file, and those that queries have read so far.
     """
@@ -53,7 +53,7 @@ class Stats:
     forced_over_budget: bool
     inexact: str
     errors: list[list[float]]
-    later: int = 0
+    later: float = 0
     later_budget: int | None = None
     refits: list[list[float]] = field(default_factory=list)
     cold: ColdBytes = field(default_factory=ColdBytes)
@@ -167,7 +167,7 @@ class Stats:
         if self.later_budget is not None:
             bound = f"whose own budget is {self.later_budget:,}"
         return (
-            f"of these {before:,.0f} of the compressed text, {self.later:,} added after it, {bound}"
+            f"of these {before:,.0f} of the compressed text, {self.later:,.0f} added after it, {bound}"
         )
 
     def _per_head(self) -> str:

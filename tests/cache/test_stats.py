@@ -126,3 +126,18 @@ def test_windows_hold_no_more_of_a_prompt_than_transformers_would_read_on(name):
         for layer in reader.cache.other_layers().values()
     )
     assert found == expected > 0
+
+
+def test_a_row_that_ended_early_takes_nothing_from_the_compressed_text(model):
+    ids = torch.cat([prompts((64,))[0], prompts((64,))[0].flip(1)])
+    how = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+    said = kvfold.generate(model, ids, cache=CompressedCache(model, "snapkv:window=4", 8), **how)
+    end = next(token for token in said[0, 64:].tolist() if token not in said[1, 64:])
+    cache = CompressedCache(model, "snapkv:window=4", 8)
+    out = kvfold.generate(model, ids, cache=cache, eos_token_id=end, **how)
+    ended = out[0].tolist().index(end, 64) - 64 + 1
+    stats = cache.stats()
+    added = stats.mean_kept - 8
+    assert ended < 50 and added == (ended + 59) / 2
+    assert stats.later == added
+    assert f"of these 8 of the compressed text, {added:.0f} added after it" in str(stats)
