@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.kernels.dispatch import step_path
+from kvfold.kernels.dispatch import row_path, step_path
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native import single_query as native
 
 
 def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -44,6 +45,8 @@ def attend_with_row(
     added to the logits, in float32 if it is; at least one entry must stay visible. Weights are
     float32, or float64 for a float64 query.
     """
+    if row_path(query, key, value, options) == "native":
+        return native.attend_with_row(query, key, value, hidden, options["scale"])[:2]
     softcap, keys = options.get("softcap"), key.flatten(0, 1)
     grouped = query.reshape(len(keys), -1, query.shape[3])
     at_once = hidden is not None and softcap is None and hidden.dtype == key.dtype
@@ -69,6 +72,10 @@ def attend_beside(
     One matmul reads the keys once for both: no softcap is applied, and `hidden [B·H, 1, T]` is
     added to the products too.
     """
+    if row_path(query, key, value, options) == "native":
+        out, row, along = native.attend_with_row(query, key, value, hidden, options["scale"], slot)
+        assert along is not None
+        return out, row, along
     keys = key.flatten(0, 1)
     grouped = query.reshape(len(keys), -1, query.shape[3]) * options["scale"]
     few = torch.cat([grouped, keys[:, slot : slot + 1]], 1)
