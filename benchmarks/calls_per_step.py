@@ -30,6 +30,7 @@ from transformers import Cache, DynamicCache
 
 import kvfold
 from kvfold.bench.models import SHAPES, BenchModel
+from kvfold.kernels.native import library as native
 
 METHODS, STOCK = ("snapkv", "adakv", "h2o", "d2o"), "stock"
 PROMPT, BUDGET, BEFORE = 512, 0.5, 3  # steps before the one that is counted
@@ -69,8 +70,14 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def operations() -> Iterator[Counter[str]]:
-    """Counts torch's operations, by name; a call of C++ is none."""
-    with _Operations() as counting:
+    """Counts torch's operations, by name, and calls of kvfold's C++."""
+    of_cpp, counting = native.library, _Operations()
+
+    def noted() -> Any:
+        counting.found["C++"] += 1
+        return of_cpp()
+
+    with patch.object(native, "library", noted), counting:  # each call asks for it
         yield counting.found
 
 

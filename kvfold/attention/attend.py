@@ -50,9 +50,8 @@ def attend_to_view(
     if isinstance(view, BiasedColumns):
         stored_mask = physical_mask(mask, view.columns, call.query, seen, holes)
         if call.query.shape[2] == 1:
-            added = _per_group(stored_mask, view.bias, call)
-            out = attend_with_row(call.query, call.key, call.value, added, **call.logits)[0]
-            return out.transpose(1, 2).contiguous(), None
+            added = _with_bias(_per_group(stored_mask, call), view.bias)
+            return attend_with_row(call.query, call.key, call.value, added, **call.logits)[0], None
         stored_mask = biased(stored_mask, view.bias, call.query)
     else:
         stored_mask = physical_mask(mask, view, call.query, seen, holes)
@@ -120,23 +119,21 @@ def attend_and_watch_row(
 ) -> Observed:
     """Observes a single query's attention weights; with a `predicted` slot, its products too."""
     holes, bias = store.hidden, store.bias if store.biased else None
-    hidden = None if holes is None else holes[:, :, None]
+    hidden = None if holes is None else holes.view(-1, 1, holes.shape[2])
     if mask is not None:
-        hidden = physical_mask(mask, store.stored_columns, call.query, seen)
-    if mask is not None or bias is not None:
-        hidden = _per_group(hidden, bias, call)
+        stored_mask = physical_mask(mask, store.stored_columns, call.query, seen)
+        hidden = _per_group(stored_mask, call)
+    if bias is not None:
+        hidden = _with_bias(hidden, bias)
     if predicted is None or (mask is not None and mask.shape[1] > 1):
         out, row = attend_with_row(call.query, call.key, call.value, hidden, **call.logits)
-        return out.transpose(1, 2), AttentionCall(*call[:4], row)
-    other = call.key[:, :, predicted : predicted + 1]
-    if hidden is not None:
-        # One model mask for all query heads: a group's heads see the same entries.
-        hidden = hidden[:, :, :1].expand(-1, call.key.shape[1], -1, -1)
+        return out, AttentionCall(*call[:4], row)
+    if mask is not None and hidden is not None:
+        hidden = hidden[:, :1]  # one model mask for all query heads: a group's see the same entries
     out, row, products = attend_beside(
-        call.query, call.key, call.value, hidden, other, **call.logits
+        call.query, call.key, call.value, hidden, predicted, **call.logits
     )
-    eviction = PredictedEviction(predicted, products)
-    return out.transpose(1, 2), AttentionCall(*call[:4], row, predicted=eviction)
+    return out, AttentionCall(*call[:4], row, predicted=PredictedEviction(predicted, products))
 
 
 def _dense(
@@ -152,16 +149,18 @@ def _dense(
     return key, value, stored_mask if bias is None else biased(stored_mask, bias, call.query)
 
 
-def _per_group(mask: Tensor | None, bias: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """Additive mask `[B, H or 1, G or 1, T]` of a single query, with the bias `[B, H, T]`.
-
-    `mask` is that of `physical_mask`.
-    """
-    added = None if bias is None else bias[:, :, None]
+def _per_group(mask: Tensor | None, call: AttentionCall) -> Tensor | None:
+    """Additive mask `[B·H, G or 1, T]` of a single query, from that of `physical_mask`."""
     if mask is None:
-        return added
+        return None
     if mask.dtype == torch.bool:
         mask = as_added(~mask, call.query.dtype)
-    heads = call.key.shape[1] if mask.shape[1] > 1 else 1
-    hidden = mask[:, :, 0].unflatten(1, (heads, -1))
-    return hidden if added is None else hidden + added
+    batch, heads = call.key.shape[:2]
+    of_heads = mask.expand(batch, max(heads, mask.shape[1]), 1, -1)
+    return of_heads.reshape(batch * heads, -1, mask.shape[3])
+
+
+def _with_bias(hidden: Tensor | None, bias: Tensor) -> Tensor:
+    """Additive mask `[B·H, G or 1, T]` with the bias `[B, H, T]` of its entries."""
+    added = bias.flatten(0, 1)[:, None]
+    return added if hidden is None else hidden + added

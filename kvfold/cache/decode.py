@@ -20,15 +20,20 @@ from kvfold.cache.evict import evict
 from kvfold.cache.observe import Values, draw, observation_of
 from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
-from kvfold.kernels.gather import joined
+from kvfold.kernels.gather import joined, parted
 from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.base import rounds_hold
 from kvfold.methods.stages.merge.base import Leaving, MergeStages
-from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
+from kvfold.methods.stages.select.choose import (
+    check_numbers,
+    leaving,
+    leaving_between,
+    scores_of,
+)
 from kvfold.methods.stages.when import Hold
 from kvfold.observers.call import AttentionCall
-from kvfold.observers.column_sums import ColumnSquares, ColumnSums, RunningSums
+from kvfold.observers.column_sums import ColumnSquares, ColumnSums, add_together
 from kvfold.store.dense import DenseStore
 from kvfold.store.entry_norms import On, norms_of
 
@@ -125,18 +130,25 @@ def evict_one(calls: Calls) -> None:
 def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
     """Slots `[B, H, 1]` of each layer's evicted entries."""
     slots: dict[LayerState, Tensor] = {}
+    least: list[Tensor] = []  # their scores
     for (ends, heads, *_), alike in _rows_alike(calls, stores).items():
         states = alike.states
         if ends is None:
-            slots |= {state: _leaving_slot(state, calls[state]) for state in states}
+            for state in states:
+                slots[state], score = _leaving_slot(state, calls[state])
+                least.append(score.flatten())
             continue
         scores = _scores(alike, calls, heads)
-        # Scores shared by all heads: their holes are the same, so decide once.
-        differing = heads if scores.stride(1) else 1
-        hidden = joined(alike.hidden)[:, :differing] if alike.hidden else None
-        chosen = leaving_between(states[0].plan.stages, scores[:, :differing], hidden, *ends)
-        chosen = chosen.expand(-1, heads, -1)
-        slots |= zip(states, chosen.chunk(len(states)), strict=True)
+        hidden = joined(alike.hidden) if alike.hidden else None
+        if scores.stride(1):
+            chosen, score = leaving_between(scores, hidden, *ends)
+        else:  # scores shared by all heads: their holes are the same, so decide once
+            hidden = None if hidden is None else hidden[:, :1]
+            chosen, score = leaving_between(scores[:, :1], hidden, *ends)
+            chosen = chosen.expand(-1, heads, -1)
+        slots |= zip(states, parted(chosen, len(states)), strict=True)
+        least.append(score.flatten())
+    check_numbers(next(iter(slots)).plan.stages, torch.cat(least))  # waits for a GPU once
     return slots
 
 
@@ -157,8 +169,8 @@ def _rows_alike(calls: Calls, stores: Stores) -> dict[RowKind, RowsAlike]:
     return groups
 
 
-def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
-    """Slot `[B, H, 1]` of one layer, if entries other than its first and last are forced."""
+def _leaving_slot(state: LayerState, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """As `leaving`, of one layer, if entries other than its first and last are forced."""
     assert state.capacity is not None
     observation, positions, protected = _observed_row(state, call), state.positions(), None
     if state.phase.prefix is not None:
@@ -180,10 +192,7 @@ def _scores(alike: RowsAlike, calls: Calls, heads: int) -> Tensor:
     sums = None
     if ColumnSums in needs.by_kind:
         sums = mean_of_heads(rows, heads)
-        for state, of_layer in zip(states, sums.chunk(len(states)), strict=True):
-            running = state.observers.by_kind[ColumnSums]
-            assert isinstance(running, RunningSums)
-            running.add_stored(of_layer)
+        add_together([state.observers.by_kind[ColumnSums] for state in states], sums)
     entries, positions = _nothing((len(rows), heads, 0, key.shape[3]), rows.dtype, rows.device)
     observed: Values = {} if sums is None else {ColumnSums: sums}
     together = Observation(entries, entries, positions, attention=rows, observed=observed)
@@ -260,7 +269,7 @@ def _merge_inputs(
         newest.append((keys if of == "keys" else values)[:, :, -1:])
         chosen.append(slots[state])
         predicted |= calls[state].predicted is not None
-    norms = None if of is None else norms_of(joined(newest)).chunk(len(entries))
+    norms = None if of is None else parted(norms_of(joined(newest)), len(entries))
     at = torch.cat(chosen).view(len(entries), -1).tolist() if predicted else []
     inputs = []
     for i, (state, (keys, values)) in enumerate(entries.items()):

@@ -212,7 +212,7 @@ class CompressedLayer(CacheLayerMixin):
             out, call = attend_and_sum(call, store, seen, mask, counted=counted, squares=squares)
         elif kind == "sdpa" and alone and isinstance(store, DenseStore) and store.shows_all:
             # Entries were evicted: there is no stock result to match bit for bit.
-            out = attend_single(call.query, call.key, call.value, logits["scale"]).transpose(1, 2)
+            out = attend_single(call.query, call.key, call.value, logits["scale"])
         else:
             out, weights = attend_to_view(
                 module, kind, call, store.view(), seen, mask, options, store.holes

@@ -130,6 +130,12 @@ def raw_path(query: Tensor, keys: Tensor, values: Tensor) -> Path:
     return "native" if library() is not None else "torch"
 
 
+def row_path(query: Tensor, key: Tensor, value: Tensor, options: LogitOptions) -> Path:
+    """Path for one `query [B, Hq, 1, D]` over raw entries that returns its weights, too."""
+    plain = options.get("softcap") is None and options.get("sink_logits") is None
+    return raw_path(query, key, value) if plain and query.dtype == torch.float32 else "torch"
+
+
 def packed_path(query: Tensor) -> Path:
     """Path for unmasked `query [B, Hq, S, D]` over segments of codes, without Triton."""
     if query.shape[2] > 1 or query.dtype not in KNOWN or query.device.type != "cpu":

@@ -16,6 +16,11 @@ def joined(rows: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
+def parted(rows: Tensor, count: int) -> Sequence[Tensor]:
+    """Views of the `count` tensors of one shape that `joined` has put together."""
+    return (rows,) if count == 1 else rows.chunk(count)
+
+
 def pick(numbers: Tensor, slots: Tensor, empty: float) -> Tensor:
     """The `numbers [B, …, T]` at `slots [B, …, K]`, shape `[B, …, K]`; `empty` for a hole (−1)."""
     return numbers.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, empty)

@@ -14,28 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.kernels.dispatch import step_path
+from kvfold.kernels.dispatch import row_path, step_path
 from kvfold.kernels.logits import LogitOptions
-
-FEW = 4  # query heads of a group up to which two products beat SDPA on a CPU
+from kvfold.kernels.native import single_query as native
 
 
 def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` over all entries, no mask.
+    """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` over all entries, no mask.
 
     key `[B, H, T, D]`, value `[B, H, T, Dv]`. The query heads of a group become rows of one head,
     so that keys are read once.
     """
     batch, heads, _, size = key.shape
     grouped = query.view(batch, heads, -1, size)
-    if query.device.type == "cpu" and query.dtype == torch.float32 and grouped.shape[2] <= FEW:
-        # As `attend_with_row`, without the costs of the row, of holes and of sink logits.
-        columns = grouped.flatten(0, 1).transpose(1, 2) * scale
-        weights = torch.bmm(key.flatten(0, 1), columns).transpose(1, 2).softmax(-1)
-        return torch.bmm(weights, value.flatten(0, 1)).view(batch, -1, 1, value.shape[-1])
     # Fused kernels return other memory layouts than their inputs have.
     out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
-    return out.reshape(*query.shape[:3], -1)
+    return out.reshape(batch, 1, -1, value.shape[-1])
 
 
 def attend_with_row(
@@ -45,20 +39,18 @@ def attend_with_row(
     hidden: Tensor | None,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, 1, Dv]` and its row of weights `[B, Hq, 1, T]`.
+    """Attention output `[B, 1, Hq, Dv]` and its row of weights `[B, Hq, 1, T]`.
 
-    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. `hidden [B, H or 1, G or 1,
-    T]` is added to the logits, in float32 if it is; at least one entry must stay visible. Weights
-    are float32, or float64 for a float64 query.
+    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. `hidden [B·H, G or 1, T]` is
+    added to the logits, in float32 if it is; at least one entry must stay visible. Weights are
+    float32, or float64 for a float64 query.
     """
-    softcap = options.get("softcap")
-    batch, _, _, size = query.shape
-    heads = key.shape[1]
-    grouped = query.reshape(batch, heads, -1, size)
-    if hidden is not None:
-        hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
+    if row_path(query, key, value, options) == "native":
+        return native.attend_with_row(query, key, value, hidden, options["scale"])[:2]
+    softcap, keys = options.get("softcap"), key.flatten(0, 1)
+    grouped = query.reshape(len(keys), -1, query.shape[3])
     at_once = hidden is not None and softcap is None and hidden.dtype == key.dtype
-    logits = products(grouped, key, hidden if at_once else None, options["scale"])
+    logits = products(grouped, keys, hidden if at_once else None, options["scale"])
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -72,29 +64,32 @@ def attend_beside(
     key: Tensor,
     value: Tensor,
     hidden: Tensor | None,
-    other: Tensor,
+    slot: int,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_with_row`, and products `[B, H, T]` of the keys with `other [B, H, 1, D]` (D2O).
+    """As `attend_with_row`, and products `[B, H, T]` of the keys with that at `slot` (D2O).
 
-    One matmul reads the keys once for both: no softcap is applied, and `hidden [B, H, 1, T]` is
+    One matmul reads the keys once for both: no softcap is applied, and `hidden [B·H, 1, T]` is
     added to the products too.
     """
-    batch, heads, stored, size = key.shape
-    grouped = query.reshape(batch, heads, -1, size) * options["scale"]
-    if hidden is not None:
-        hidden = hidden.flatten(0, 1)
-    found = products(torch.cat([grouped, other], 2), key, hidden, 1.0)
-    out, row = _weighted(found[:, :-1], value, options.get("sink_logits"))
-    return out, row, found[:, -1].view(batch, heads, stored)
+    if row_path(query, key, value, options) == "native":
+        out, row, along = native.attend_with_row(query, key, value, hidden, options["scale"], slot)
+        assert along is not None
+        return out, row, along
+    keys = key.flatten(0, 1)
+    grouped = query.reshape(len(keys), -1, query.shape[3]) * options["scale"]
+    few = torch.cat([grouped, keys[:, slot : slot + 1]], 1)
+    logits, beside = products(few, keys, hidden, 1.0).split([grouped.shape[1], 1], 1)
+    out, row = _weighted(logits, value, options.get("sink_logits"))
+    return out, row, beside.view(key.shape[:3])
 
 
 def _weighted(logits: Tensor, value: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output `[B, Hq, 1, Dv]` and weights `[B, Hq, 1, T]` of logits `[B·H, G, T]`."""
+    """Output `[B, 1, Hq, Dv]` and weights `[B, Hq, 1, T]` of logits `[B·H, G, T]`."""
     batch, _, stored, size = value.shape
     weights = logits.softmax(-1) if sink_logits is None else softmax_beside(logits, sink_logits)
     out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
-    return out.view(batch, -1, 1, size), weights.reshape(batch, -1, 1, stored)
+    return out.view(batch, 1, -1, size), weights.reshape(batch, -1, 1, stored)
 
 
 def softmax_beside(logits: Tensor, sink_logits: Tensor) -> Tensor:
@@ -104,13 +99,13 @@ def softmax_beside(logits: Tensor, sink_logits: Tensor) -> Tensor:
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
 
 
-def products(few: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """Products `[B·H, G, T]` of `few [B, H, G, D]` and `key [B, H, T, D]`, times `scale`.
+def products(few: Tensor, keys: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Products `[R, G, T]` of `few [R, G, D]` and `keys [R, T, D]`, times `scale`.
 
-    `hidden [B·H, G or 1, T]`, −∞ or 0, is added to them.
+    `hidden [R, G or 1, T]`, −∞ or 0, is added to them.
     """
     # Keys come first: on a CPU this product is faster than its transpose.
-    keys, columns = key.flatten(0, 1), few.flatten(0, 1).transpose(1, 2)
+    columns = few.transpose(1, 2)
     if hidden is None:
         return torch.bmm(keys, columns * scale).transpose(1, 2)
     return torch.baddbmm(hidden.transpose(1, 2), keys, columns, alpha=scale).transpose(1, 2)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from kvfold.kernels.gather import joined, parted
 from kvfold.observers.base import Layer, Need, Observer, per_stored_head
 from kvfold.observers.call import AttentionCall
 
@@ -24,19 +26,21 @@ class RunningSums(Observer[Tensor]):
     def add(self, layer: Layer, sums: Tensor) -> None:
         """Adds the sums `[B, H, T]` of one call, which are overwritten."""
         layer.stay()
-        self.add_stored(per_stored_head(layer, sums))
-
-    def add_stored(self, new: Tensor) -> None:
-        """As `add`, of the stored heads, and before an eviction."""
-        (name,) = self.empties
-        old = self.numbers.get(name)
-        if old is not None:
-            new[..., : old.shape[-1]].add_(old)
-        self.numbers[name] = new
+        add_together([self], per_stored_head(layer, sums))
 
     def of(self, layer: Layer, call: AttentionCall | None) -> Tensor | None:
         (name,) = self.empties
         return self.numbers.get(name)
+
+
+def add_together(running: Sequence[Observer[Tensor]], new: Tensor) -> None:
+    """Adds `new [L·B, H, T]`, sums of the stored heads of L layers of one shape; overwritten."""
+    (name,) = running[0].empties
+    if name in running[0].numbers:
+        old = joined([of_layer.numbers[name] for of_layer in running])
+        new[..., : old.shape[-1]].add_(old)
+    for of_layer, sums in zip(running, parted(new, len(running)), strict=True):
+        of_layer.numbers[name] = sums
 
 
 class RunningSquares(RunningSums):

@@ -201,6 +201,20 @@ def test_a_step_over_raw_entries_goes_to_cpp_where_no_graph_needs_it(monkeypatch
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_step_with_its_weights_goes_to_cpp_in_float32(monkeypatch):
+    query, rows = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16)
+    assert dispatch.row_path(query, rows, rows, {"scale": 1.0}) == "native"
+    assert dispatch.row_path(query, rows, rows, {"scale": 1.0, "softcap": 30.0}) == "torch"
+    sinks = {"scale": 1.0, "sink_logits": torch.zeros(4)}
+    assert dispatch.row_path(query, rows, rows, sinks) == "torch"
+    for dtype in (torch.bfloat16, torch.float64):
+        given = (part.to(dtype) for part in (query, rows, rows))
+        assert dispatch.row_path(*given, {"scale": 1.0}) == "torch"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert dispatch.row_path(query, rows, rows, {"scale": 1.0}) == "torch"
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_raw_segments_go_to_one_launch_where_a_kernel_takes_them(monkeypatch):
     monkeypatch.setattr(dispatch, "raw_path", lambda *_: "torch")
     monkeypatch.setattr(dispatch, "rows_path", lambda *_, **__: "varlen")

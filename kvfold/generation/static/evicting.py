@@ -84,7 +84,8 @@ class StaticEvicting(StaticBuffers):
 
     def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         added = self._hidden() if self.bias is None else self._hidden() + self.bias
-        out, row = attend_with_row(query, self.keys, self.values, added[:, :, None], **options)
+        hidden = added.flatten(0, 1)[:, None]
+        out, row = attend_with_row(query, self.keys, self.values, hidden, **options)
         if self.sums is not None:
             received = mean_of_heads(row, self.positions.shape[1]) * self.running.view(-1, 1, 1)
             self.sums.add_(received)
@@ -105,7 +106,7 @@ class StaticEvicting(StaticBuffers):
                 **options,
             )
             self._drop_one(seen, self.capacity)
-        return out
+        return out.transpose(1, 2)
 
     def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
         """Evicts one entry of each head that holds more than its capacity."""

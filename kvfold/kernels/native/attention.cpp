@@ -11,10 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "vectors.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "rows.h"
 
 namespace {
 
@@ -305,84 +302,6 @@ struct PackedValues {
     }
 };
 
-#ifdef __AVX512F__
-__m128 sums_of_four(const __m512* vectors) {
-    const __m512 pair = _mm512_add_ps(_mm512_unpacklo_ps(vectors[0], vectors[1]),
-                                      _mm512_unpackhi_ps(vectors[0], vectors[1])),
-                 other = _mm512_add_ps(_mm512_unpacklo_ps(vectors[2], vectors[3]),
-                                       _mm512_unpackhi_ps(vectors[2], vectors[3])),
-                 four = _mm512_add_ps(_mm512_shuffle_ps(pair, other, 0x44),
-                                      _mm512_shuffle_ps(pair, other, 0xee));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(four),
-                                      _mm512_extractf32x8_ps(four, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-#endif
-
-// Products of G queries with `count` rows; those of a query lie TILE apart. Rows are read once.
-template <int G>
-void multiply(const float* queries, const float* rows, int64_t count, int64_t size,
-              float* products) {
-    int64_t i = 0;
-#ifdef __AVX512F__
-    for (; i + 4 <= count && size % WIDE == 0; i += 4) {
-        __m512 sums[G][4] = {};
-        for (int64_t j = 0; j < size; j += WIDE) {
-            __m512 own[4];
-            for (int k = 0; k < 4; k++) own[k] = _mm512_loadu_ps(rows + (i + k) * size + j);
-            for (int g = 0; g < G; g++) {
-                const __m512 query = _mm512_loadu_ps(queries + g * size + j);
-                for (int k = 0; k < 4; k++)
-                    sums[g][k] = _mm512_fmadd_ps(query, own[k], sums[g][k]);
-            }
-        }
-        for (int g = 0; g < G; g++) _mm_storeu_ps(products + g * TILE + i, sums_of_four(sums[g]));
-    }
-#endif
-    for (; i < count; i++)
-        for (int g = 0; g < G; g++) {
-            float sum = 0;
-            for (int64_t j = 0; j < size; j++) sum += queries[g * size + j] * rows[i * size + j];
-            products[g * TILE + i] = sum;
-        }
-}
-
-// Adds `count` rows to each of G sums, weighted by weights TILE apart. A few channels of all sums
-// stay in registers.
-template <int G>
-void add_rows(const float* weights, const float* rows, int64_t count, int64_t size, float* sums) {
-    constexpr int64_t VECTORS = 2;
-    int64_t j = 0;
-    for (; j + VECTORS * WIDE <= size; j += VECTORS * WIDE) {
-        Floats own[G][VECTORS];
-        for (int g = 0; g < G; g++)
-            for (int k = 0; k < VECTORS; k++) own[g][k] = loaded(sums + g * size + j + k * WIDE);
-        for (int64_t i = 0; i < count; i++) {
-            const float* row = rows + i * size + j;
-            for (int k = 0; k < VECTORS; k++) {
-                const Floats part = loaded(row + k * WIDE);
-                for (int g = 0; g < G; g++) own[g][k] += weights[g * TILE + i] * part;
-            }
-        }
-        for (int g = 0; g < G; g++)
-            for (int k = 0; k < VECTORS; k++) store(sums + g * size + j + k * WIDE, own[g][k]);
-    }
-    for (int64_t i = 0; i < count; i++)
-        for (int g = 0; g < G; g++)
-            for (int64_t k = j; k < size; k++)
-                sums[g * size + k] += weights[g * TILE + i] * rows[i * size + k];
-}
-
-// Runs `run` for each few of a number of query heads: their first, and how many as a constant.
-template <class Run>
-void in_fews(int64_t count, Run run) {
-    int64_t first = 0;
-    for (; first + 4 <= count; first += 4) run(first, std::integral_constant<int, 4>{});
-    if (count - first == 3) run(first, std::integral_constant<int, 3>{});
-    if (count - first == 2) run(first, std::integral_constant<int, 2>{});
-    if (count - first == 1) run(first, std::integral_constant<int, 1>{});
-}
-
 // The hyperbolic tangent.
 inline __attribute__((always_inline)) float tangent(float x) {
     const float small = exponential(-2 * std::abs(x));
@@ -412,7 +331,7 @@ void attend_to_part(const float* query, int64_t groups, const Keys& keys, const 
         const int64_t now = std::min(TILE, count - done);
         keys.decode(key_first + done, now, tile);
         in_fews(groups, [&](int64_t g, auto few) {
-            multiply<few>(query + g * keys.size, tile.rows, now, keys.size, &weights[g * TILE]);
+            multiply<few>(query + g * keys.size, tile.rows, now, keys.size, &weights[g * TILE], TILE);
         });
         for (int64_t g = 0; g < groups; g++) {
             float* own = &weights[g * TILE];
@@ -440,7 +359,8 @@ void attend_to_part(const float* query, int64_t groups, const Keys& keys, const 
             for (int64_t j = 0; j < values.size; j++) sums[j] += offset;
         }
         in_fews(groups, [&](int64_t g, auto few) {
-            add_rows<few>(&weights[g * TILE], tile.rows, now, values.size, mixed + g * values.size);
+            add_rows<few>(&weights[g * TILE], TILE, tile.rows, now, values.size,
+                          mixed + g * values.size);
         });
     }
     for (int64_t g = 0; g < groups; g++) {
@@ -613,7 +533,7 @@ void products_of_codes(const float* query, int64_t groups, const TokenKeys& keys
         const int64_t now = std::min(TILE, count - done);
         keys.decode(first + done, now, tile);
         for (int64_t g = 0; g < groups; g++) {
-            multiply<1>(query + g * keys.size, tile.rows, now, keys.size, own);
+            multiply<1>(query + g * keys.size, tile.rows, now, keys.size, own, TILE);
             for (int64_t i = 0; i < now; i++) {
                 const float logit = own[i] * tile.factors[i];
                 logits[done + i] = g ? std::max(logits[done + i], logit) : logit;

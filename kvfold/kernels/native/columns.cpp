@@ -115,17 +115,6 @@ void add_squares(const float* row, int64_t count, float factor, const float* oth
     }
 }
 
-// Weights of logits, less `most` each; their sum.
-float exponentials(const float* logits, int64_t count, float most, float* weights) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) {
-        weights[i] = exponential(logits[i] - most);
-        sum += weights[i];
-    }
-    return sum;
-}
-
 // One head's queries of a span, block by block.
 class Span {
     const Sizes& sizes;

@@ -62,4 +62,15 @@ inline __attribute__((always_inline)) float exponential(float x) {
     return x < -87.0f ? 0.0f : series * of_bits(uint32_t(int32_t(whole) + 127) << 23);
 }
 
+// Weights of logits, less `most` each; their sum.
+float exponentials(const float* logits, int64_t count, float most, float* weights) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) {
+        weights[i] = exponential(logits[i] - most);
+        sum += weights[i];
+    }
+    return sum;
+}
+
 }  // namespace

@@ -108,16 +108,16 @@ def merge_one(
     """`merge_similar` of the one entry that each head of each layer evicts while decoding."""
     nearest, found = [], []
     for each in leaving:
-        own = _entries(each.keys, each.values, each.slot)
-        stored, chosen = (each.keys, own[0]) if on == "keys" else (each.values, own[1])
-        similarity, slot = _nearest_to_one(stored, chosen, each)
+        highest, norm, slot = _nearest_to_one(each.keys if on == "keys" else each.values, each)
         nearest.append(slot)
         state = each.state
-        before = torch.full_like(similarity, torch.nan) if state is None else state[..., None]
-        found.append((similarity, before, *own, *_entries(each.keys, each.values, slot)))
+        before = torch.full_like(highest[..., 0], torch.nan) if state is None else state
+        both = _entries(each.keys, each.values, torch.cat([each.slot, slot], 2))
+        found.append((highest, norm, before, *both))
     # One entry per head: all layers are computed together.
-    together = map(torch.cat, zip(*found, strict=True))
-    similarity, before, own_key, own_value, kept_key, kept_value = together
+    highest, norm, before, of_keys, of_values = map(torch.cat, zip(*found, strict=True))
+    (own_key, kept_key), (own_value, kept_value) = of_keys.split(1, 2), of_values.split(1, 2)
+    similarity, before = highest.div_(norm).clamp_(max=1.0), before[..., None]
     judged = similarity
     if decide == "head_mean":
         judged = _head_mean(similarity, torch.ones_like(similarity, dtype=torch.bool))
@@ -132,11 +132,10 @@ def merge_one(
         if weights == "official":
             own_key, own_value = own_key * similarity, own_value * similarity
     keys, values = _blended(kept_key, own_key, share), _blended(kept_value, own_value, share)
-    rows = len(nearest[0])
-    changed = [keys.split(rows), values.split(rows), threshold.squeeze(-1).split(rows)]
+    changed = [keys, values, threshold.squeeze(-1)]
     if leaving[0].norms is not None:
-        changed.append(norms_of(keys if on == "keys" else values).split(rows))
-    return list(map(Change, nearest, *changed))
+        changed.append(norms_of(keys if on == "keys" else values))
+    return list(map(Change, nearest, *[of_all.chunk(len(leaving)) for of_all in changed]))
 
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
@@ -150,12 +149,12 @@ def _exact(similarity: Tensor, entries: Tensor) -> Tensor:
     return similarity.to(torch.promote_types(entries.dtype, torch.float32))
 
 
-def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """The key and the value at `slot [B, H, 1]`."""
-    batch, heads, _, size = keys.shape
-    index = slot[..., None].expand(batch, heads, 1, size)
+def _entries(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and the values at `slots [B, H, n]`."""
+    size = keys.shape[3]
+    index = _wide(slots, keys)
     same = size == values.shape[-1]
-    return keys.gather(2, index), values.gather(2, index if same else _wide(slot, values))
+    return keys.gather(2, index), values.gather(2, index if same else _wide(slots, values))
 
 
 def _reached(
@@ -206,14 +205,18 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
 
 
-def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
-    """As `_nearest` for the one evicted entry `own [B, H, 1, D]`, among entries not hidden."""
+def _nearest_to_one(stored: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_nearest` of the one evicted entry, among entries not hidden; all `[B, H, 1]`.
+
+    Its highest cosine times its norm, that norm, and the slot that has the cosine.
+    """
     norms = norms_of(stored) if leaving.norms is None else leaving.norms
     along = leaving.products
     if along is None:
-        along = products(own.float(), stored.float(), None, 1.0).view(norms.shape)
-    best, nearest = (along + leaving.hidden.float()).div_(norms).max(-1, keepdim=True)
-    return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest
+        own, entries = stored.gather(2, _wide(leaving.slot, stored)).float(), stored.float()
+        along = products(own.flatten(0, 1), entries.flatten(0, 1), None, 1.0).view(norms.shape)
+    highest, nearest = (along + leaving.hidden.float()).div_(norms).max(-1, keepdim=True)
+    return highest, norms.gather(2, leaving.slot), nearest
 
 
 def _per_tile(numbers: int) -> int:

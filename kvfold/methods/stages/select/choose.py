@@ -106,14 +106,15 @@ def leaving(
     positions: Tensor,
     forced: Tensor | None,
     capacity: Tensor,
-) -> Tensor:
-    """Slot `[B, H, 1]` to evict in heads that store one entry more than `capacity [B]`.
+) -> tuple[Tensor, Tensor]:
+    """Slot to evict in heads that store one entry more than `capacity [B]`, and its score.
 
+    Both `[B, H, 1]`; a NaN anywhere among a head's scores shows in its own, for `check_numbers`.
     positions and forced `[B, H, T]` as for `choose`, which would keep all other slots. The
     observation holds the budget.
     """
     stay = staying(stages, positions, forced, capacity)
-    return _checked_lowest(stages, _scores_beside(stages, observation, stay))
+    return lowest(_scores_beside(stages, observation, stay))
 
 
 def staying(stages: Stages, positions: Tensor, forced: Tensor | None, capacity: Tensor) -> Tensor:
@@ -125,11 +126,11 @@ def staying(stages: Stages, positions: Tensor, forced: Tensor | None, capacity: 
 
 
 def leaving_beside(stages: Stages, observation: Observation, stay: Tensor) -> Tensor:
-    """As `leaving`, where `stay [B, H, T]` marks all slots that cannot be evicted.
+    """Slot `[B, H, 1]` as of `leaving`, where `stay [B, H, T]` marks what cannot be evicted.
 
     For steps of a graph, which cannot raise: NaN is not looked for.
     """
-    return lowest(_scores_beside(stages, observation, stay))
+    return lowest(_scores_beside(stages, observation, stay))[0]
 
 
 def _scores_beside(stages: Stages, observation: Observation, stay: Tensor) -> Tensor:
@@ -138,26 +139,14 @@ def _scores_beside(stages: Stages, observation: Observation, stay: Tensor) -> Te
 
 
 def leaving_between(
-    stages: Stages, scores: Tensor, hidden: Tensor | None, first: int, last: int
-) -> Tensor:
+    scores: Tensor, hidden: Tensor | None, first: int, last: int
+) -> tuple[Tensor, Tensor]:
     """As `leaving`, by finite scores `[B, H, T]`, where the `first` and `last` slots stay.
 
     `hidden [B, H, T]` is −∞ at holes, 0 elsewhere; None: no holes.
     """
-    between = slice(first, scores.shape[-1] - last)
-    scores = scores[..., between]
-    return _checked_lowest(
-        stages, scores if hidden is None else scores - hidden[..., between], first
-    )
-
-
-def _checked_lowest(stages: Stages, scores: Tensor, first: int = 0) -> Tensor:
-    """Slot `[B, H, 1]` of the lowest score, counted from `first`; KvfoldError if it is NaN."""
-    slot = lowest(scores, first)
-    if not torch.compiler.is_compiling():
-        # NaN sorts lowest, so the lowest scores show if there is any.
-        check_numbers(stages, scores.gather(-1, slot - first if first else slot))
-    return slot
+    scores = scores if hidden is None else scores - hidden
+    return lowest(scores[..., first : scores.shape[-1] - last], first)
 
 
 def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
@@ -179,8 +168,10 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
     if expanded > 1:
         scores = scores.unflatten(1, (heads, expanded)).mean(2)
     # Only forced entries and padding are infinite. Heads that share their scores are bounded once.
-    limits, one = torch.finfo(scores.dtype), scores if scores.stride(1) else scores[:, :1]
-    return one.clamp(limits.min, limits.max).expand_as(scores)
+    limits = torch.finfo(scores.dtype)
+    if scores.stride(1):
+        return scores.clamp(limits.min, limits.max)
+    return scores[:, :1].clamp(limits.min, limits.max).expand_as(scores)
 
 
 def per_observed_head(of_stored: Tensor, observation: Observation) -> Tensor:

@@ -45,21 +45,21 @@ def _all_but_lowest(scores: Tensor) -> Tensor:
     """Slots `[B, H, T − 1]` of all but the lowest score, the latest of equal ones; no sort."""
     last = scores.shape[-1] - 1
     slots = torch.arange(last, device=scores.device).expand(*scores.shape[:2], last)
-    return slots + (slots >= lowest(scores))
+    return slots + (slots >= lowest(scores)[0])
 
 
-def lowest(scores: Tensor, first: int = 0) -> Tensor:
-    """Slot `[B, H, 1]` of each head's lowest score; of equal ones the latest.
+def lowest(scores: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Slot of each head's lowest score, of equal ones the latest, and that score: `[B, H, 1]` each.
 
-    `scores [B, H, T]` belong to the slots from `first` on.
+    `scores [B, H, T]` belong to the slots from `first` on. NaN counts as lowest.
     """
     if torch.compiler.is_compiling():
         # Two vectorized passes: a single one over a flipped tensor is not vectorized.
         slots = torch.arange(first, first + scores.shape[-1], device=scores.device)
-        least = scores == scores.amin(-1, keepdim=True)
-        return slots.where(least, -1).amax(-1, keepdim=True)
-    last = first + scores.shape[-1] - 1
-    return last - scores.flip(-1).argmin(-1, keepdim=True)
+        least = scores.amin(-1, keepdim=True)
+        return slots.where(scores == least, -1).amax(-1, keepdim=True), least
+    least, at = scores.flip(-1).min(-1, keepdim=True)
+    return first + scores.shape[-1] - 1 - at, least
 
 
 def with_forced(scores: Tensor, forced: Tensor, positions: Tensor) -> Tensor:
