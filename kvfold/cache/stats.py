@@ -166,7 +166,8 @@ class Stats:
         bound = "which no budget bounds"
         if self.later_budget is not None:
             bound = f"whose own budget is {self.later_budget:,}"
-        return f"of these {before:,.0f} of the compressed text, {self.later:,.0f} added after it, {bound}"
+        added = f"{self.later:,.0f} added after it"
+        return f"of these {before:,.0f} of the compressed text, {added}, {bound}"
 
     def _per_head(self) -> str:
         """Range of entries per layer and KV head; empty before the first token."""
