@@ -241,7 +241,8 @@ def _scope(results: Sequence[CellResult]) -> str:
     """The model and texts that everything is measured on."""
     books = _data(results)
     texts = f"one book ({books[0]})" if len(books) == 1 else f"{len(books)} texts"
-    return f"All of it is one model of 135 million parameters and {texts}."
+    second = "[what holds on a second one](two_models/README.md)"
+    return f"All of it is one model of 135 million parameters and {texts}: {second}."
 
 
 def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:

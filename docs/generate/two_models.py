@@ -82,8 +82,11 @@ def _shown(result: CellResult) -> bool:
 
 def methods_of(cells: Found) -> list[str]:
     """Methods that ran on all models' tasks, those that find most before the question first."""
-    own = grouped((place.method, _score(cell)) for place, cell in cells.items() if not place.aware)
-    places = {place[:3] for place in cells if not place.aware}
+    before = {place: cell for place, cell in cells.items() if not place.aware}
+    places = {place[:3] for place in before if place.method != FULL}
+    own = grouped(
+        (place.method, _score(cell)) for place, cell in before.items() if place[:3] in places
+    )
     whole = [name for name, scores in own.items() if len(scores) == len(places)]
     return sorted(whole, key=lambda name: (name != FULL, -sum(own[name]), name))
 
@@ -140,7 +143,7 @@ def _points(panel: Axes, cells: Found, model: str, aware: bool, names: Sequence[
             scores, rows, s=64, marker=marker, label=task, alpha=0.85, clip_on=False, zorder=3,
             color=COLORS[number] if tells(cells, model, task, aware) else GREY,
         )  # fmt: skip
-    panel.set_xlim(0, 100)
+    panel.set_xlim(-5, 105)
     panel.set_xlabel("found, %")
     panel.tick_params(length=0)
     panel.grid(color="#e4e4e4", linewidth=0.8)
