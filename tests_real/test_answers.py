@@ -49,12 +49,17 @@ def right(model: Any, tokenizer: Any, documents: list[Any], spec: str, budget: A
     return found
 
 
-def test_kvzip_finds_needles_before_the_question_is_known(model, tokenizer, text):
+def test_needles_are_found_before_the_question_is_known(model, tokenizer, text, slides):
+    """By KVzip; by recall where few heads see the whole text, so that the copying one needs all."""
     documents = needle_documents(tokenizer, text)
     answered = partial(right, model, tokenizer, documents)
-    assert all(answered("full", None))
-    assert all(answered("kvzip", BUDGET))
-    assert sum(answered("random", BUDGET)) < len(documents) / 2
+    full = answered("full", None)
+    assert all(full) or (slides and sum(full) > len(full) / 2)
+    if slides:
+        assert answered("recall", None) == full
+    else:
+        assert all(answered("kvzip", BUDGET))
+    assert sum(answered("random", BUDGET)) < sum(full) / 2
 
 
 def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> str:
