@@ -122,6 +122,41 @@ def table(cells: Found, aware: bool) -> str:
     return made.table(head, lines, left=[0])
 
 
+def other_tasks() -> str:
+    """The full cache's scores on the tasks that it alone was asked; italics as in `table`."""
+    scores: dict[str, dict[str, float]] = {}
+    for one in load_results([PUBLISHED / run_folder.RECORDS]):
+        cell = one.cell
+        if cell.task not in TASKS and cell.method == FULL and one.score is not None:
+            scores.setdefault(cell.task, {})[cell.subject.name] = one.score.value
+
+    def written(score: float | None) -> str:
+        if score is None:
+            return NONE
+        return f"{score:.0f}" if score >= TELLING else f"*{score:.0f}*"
+
+    lines = [
+        [task, *(written(own.get(model)) for model in MODELS.values())]
+        for task, own in scores.items()
+    ]
+    return made.table(["task", *MODELS.values()], lines, left=[0])
+
+
+def variants(cells: Found) -> str:
+    """Other methods and budgets in the novel, before the question is known, on the second model."""
+    known, lines = methods_of(cells), []
+    for one in load_results([PUBLISHED / run_folder.RECORDS]):
+        cell, name = one.cell, without_files(one.cell.method)
+        asked = TASKS.get(cell.task), cell.subject.name, cell.protocol.question_aware
+        fifth = one.kept_nominal in (FIFTH, None)
+        if asked == ("novel", MODELS["gemma3"], False) and not (name in known and fifth):
+            lines.append(
+                (_score(one), [name, cell.budget or "", f"{_score(one):.0f}", f"{one.samples}"])
+            )
+    ranked = [line for _, line in sorted(lines, key=lambda each: -each[0])]
+    return made.table(["method", "budget", "found", "n"], ranked, left=[0])
+
+
 def draw(cells: Found, model: str, path: Path) -> None:
     """A point for each method and task, before and after the question is known."""
     names = methods_of(cells)[::-1]
@@ -156,7 +191,12 @@ def parts(cells: Found) -> dict[str, str]:
         f"### {when[0].upper()}{when[1:]}": table(cells, aware) for aware, when in WHEN.items()
     }
     told = "\n\n".join(f"{title}\n\n{made}" for title, made in tables.items())
-    return {"tables": told, "records": _records(cells)}
+    return {
+        "tables": told,
+        "variants": variants(cells),
+        "other tasks": other_tasks(),
+        "records": _records(cells),
+    }
 
 
 def _records(cells: Found) -> str:

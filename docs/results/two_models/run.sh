@@ -32,6 +32,14 @@ pyramidkv,h2o,d2o,streaming_llm}
     done
 }
 
+# What the full cache answers of other tasks, ten samples each.
+if [ -z "${TASKS:-}" ]; then
+    for model in ${MODELS:-smollm2 gemma3}; do
+        kvfold eval --model ".models/$model" --tasks needle_replaced,needle_two_hops,languages \
+            --methods full --budgets "" --lengths 1024 --samples 10 --batch-size 10 \
+            --workers "${WORKERS:-1}" --out "$out"
+    done
+fi
 # A first batch of each cell tells how long the others take.
 for model in ${MODELS:-smollm2 gemma3}; do run "$model" 10; done
 echo "about $((SECONDS * 3 / 60)) minutes to go"
