@@ -148,7 +148,9 @@ def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
             chosen = chosen.expand(-1, heads, -1)
         slots |= zip(states, parted(chosen, len(states)), strict=True)
         least.append(score.flatten())
-    check_numbers(next(iter(slots)).plan.stages, torch.cat(least))  # waits for a GPU once
+    # Waits for a GPU once; layers may lie on several.
+    scores = torch.cat([score.to(least[0].device) for score in least])
+    check_numbers(next(iter(slots)).plan.stages, scores)
     return slots
 
 

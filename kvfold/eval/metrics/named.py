@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 
 from kvfold.eval.metrics.base import MetricScore, best
@@ -17,11 +18,18 @@ Named = Callable[[str, Sequence[str]], MetricScore]
 
 DEFAULT = "contains"
 
+_NO_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
+
 
 def _exact(prediction: str, answer: str) -> MetricScore:
     if words(answer):
         return MetricScore(float(words(prediction) == words(answer)))
-    return MetricScore(float(prediction.split() == answer.split()))
+    return MetricScore(float(_bare(prediction) == _bare(answer)))
+
+
+def _bare(text: str) -> list[str]:
+    """Words of a text that may be an article alone, in brackets or before a full stop."""
+    return text.translate(_NO_PUNCTUATION).split() or text.split()
 
 
 def _f1(prediction: str, answer: str) -> MetricScore:

@@ -15,7 +15,7 @@ from kvfold.eval.metrics.base import MetricScore
 from kvfold.eval.metrics.rouge import google, pltrdy
 
 # Digits, or groups of three with one separator between them: 48213, 48,213, 48.213, 48 213.
-_NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[ ,.'’\u00a0\u202f]\d{3})+(?!\d)|\d+")
+_NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[ ,.'’\u00a0\u2009\u202f\u066c]\d{3})+(?!\d)|\d+")
 
 
 def keywords(prediction: str, expected: Sequence[str]) -> MetricScore:

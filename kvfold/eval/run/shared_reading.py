@@ -86,9 +86,15 @@ def compressed(
 
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
     """An empty cache of a cell, for prompts of the batch."""
-    first = batch.prompts[0]
-    seed, budget = cell.seed + first.sample.index, cell.budget_of(len(batch.prompts))
-    return CompressedCache(model, cell.method, budget, tokenizer=first.tokenizer, seed=seed)
+    tokenizer, budget = batch.prompts[0].tokenizer, cell.budget_of(len(batch.prompts))
+    return CompressedCache(
+        model, cell.method, budget, tokenizer=tokenizer, seed=_seed_of(cell, batch)
+    )
+
+
+def _seed_of(cell: EvalCell, batch: PromptBatch) -> int:
+    """Seed of a cell's random methods for one batch; the cells of one task have the same."""
+    return cell.seed + batch.prompts[0].sample.index
 
 
 def _alone(
@@ -113,7 +119,8 @@ def _together(
 
     Copies that repeat the text leave before the reading's last step.
     """
-    reader = CompressedCache(model, Observing(needs), tokenizer=batch.prompts[0].tokenizer)
+    tokenizer, seed = batch.prompts[0].tokenizer, _seed_of(next(iter(methods)), batch)
+    reader = CompressedCache(model, Observing(needs), tokenizer=tokenizer, seed=seed)
     # Left open: this cache is only copied, and dropped with its prefill unfinished.
     reader.phase.begin_reading()
     repeating = [cell for cell in methods if ContextReconstruction in methods[cell].stages().needs]

@@ -328,14 +328,15 @@ extern "C" {
 int64_t vector_width() { return WIDE; }
 
 // 1 if each of `queries` rows of a mask shows, of T entries up to its own, those that the last row
-// shows, and no later ones. Rows whose own entry it hides are padding, and may show any.
+// shows, and no later ones. Rows whose own entry both hide are padding, and may show any others; an
+// own entry that the last row alone hides is another text's (packed ones), or left a window.
 int64_t is_causal(const uint8_t* mask, int64_t step, int64_t queries, int64_t stored) {
     const uint8_t* shown = mask + (queries - 1) * step;
     if (!shown[stored - 1]) return 0;
     for (int64_t i = 0; i < queries; i++) {
         const uint8_t* own = mask + i * step;
         const int64_t seen = stored - queries + i + 1;
-        if (!shown[seen - 1]) continue;
+        if (!shown[seen - 1] && !own[seen - 1]) continue;
         uint8_t differs = 0, later = 0;
         for (int64_t j = 0; j < seen; j++) differs |= own[j] ^ shown[j];
         for (int64_t j = seen; j < stored; j++) later |= own[j];

@@ -26,7 +26,7 @@ def vector_width() -> int:
 def is_causal(mask: Tensor) -> bool:
     """True if causality and padding alone hide entries by `mask [B or 1, Hq or 1, S, T]`.
 
-    Padding hides the same entries from all queries after them; what its own queries see is free.
+    Padding is hidden from its own query, whose other entries are free, and from all after it.
     """
     queries, stored = mask.shape[2:]
     if mask.dtype != torch.bool or queries > stored:

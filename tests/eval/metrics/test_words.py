@@ -134,6 +134,8 @@ def test_digits_in_a_box_are_of_any_script():
 def test_an_answer_of_articles_alone_is_compared_as_it_is(metric):
     assert NAMED[metric]("A", ["a"]).value == 1
     assert NAMED[metric]("an", ["a"]).value == NAMED[metric]("", ["a"]).value == 0
+    assert NAMED[metric]("(A).", ["a"]).value == NAMED[metric]("A", ["A."]).value == 1
+    assert NAMED[metric]("(B).", ["a"]).value == NAMED[metric]("-", ["+"]).value == 0
 
 
 def test_scripts_without_spaces_are_spaced_and_others_stay():

@@ -75,6 +75,17 @@ def test_contexts_from_shared_readings_are_those_of_readings_of_their_own(settin
     assert set(shared) == set(cells) and together < own / 4
 
 
+@pytest.mark.parametrize("method", ["random", "leverage"])
+def test_a_reading_for_all_draws_by_the_sample_and_its_seed(setting, method):
+    batch = PromptBatch.of([setting.prompt(record(index=3))], setting.model.device)
+    own, others = setting.cell("kv_retrieval", method, "0.4"), cells_of(setting, ["knorm"])
+    for seed in (0, 5):
+        cells = [each.model_copy(update={"seed": seed}) for each in (own, *others)]
+        (alone,) = _compressed(setting.model, batch, cells[:1])
+        together = {each.cell: each.cache for each in _compressed(setting.model, batch, cells)}
+        assert equal(contents(together[cells[0]]), contents(alone.cache))
+
+
 @pytest.mark.whole
 def test_answers_in_view_of_the_question_are_those_of_generate(setting):
     """The answer's first token comes from the shared reading, the others from each cache."""

@@ -110,7 +110,7 @@ def test_maxima_are_the_reference(shape, rms, weighted, share, loud):
 @SHAPES
 @pytest.mark.parametrize("given_once", [False, True])
 def test_padding_is_seen_by_no_query_and_sees_nothing(shape, given_once):
-    """Padding before a text and before what repeats it; its own queries may see any entries."""
+    """Padding before a text and before what repeats it; its own queries may see any others."""
     query, key, value = drawn(shape)
     rows, queries, stored = shape[0], shape[3], shape[4]
     shown = torch.ones(1 if given_once else rows, stored, dtype=torch.bool)
@@ -120,6 +120,7 @@ def test_padding_is_seen_by_no_query_and_sees_nothing(shape, given_once):
     mask = (causal(queries, stored) & shown[:, None])[:, None]
     own = shown[:, stored - queries :]
     mask[:, 0][~own] = random_mask(1, 1, len(mask) * queries, stored)[0, 0][~own.flatten()]
+    mask[:, 0].diagonal(stored - queries, 1, 2)[~own] = False
     scored, voters = chosen(shape, 0.6) & shown, own.expand(rows, -1)
     wide = [x.double() for x in (query, key, value)]
     assert columns.is_causal(mask)
@@ -191,6 +192,18 @@ def test_what_is_not_a_number_is_not_hidden():
         query, key, value, None, scale=SCALE, counted=None, squares=False
     )
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("text", [12, 1, 16], ids=["packed", "alone", "chunks"])
+def test_texts_that_do_not_see_each_other_are_not_taken_for_padding(text):
+    """The last query hides the earlier texts, whose own queries see them."""
+    query, key, value = drawn((1, 2, 2, 32, 32, 16, 16))
+    of_text = torch.arange(32) // text
+    mask = (causal(32, 32) & (of_text == of_text[:, None]))[None, None]
+    assert not dispatch.columns_in_cpp(query, key, value, mask, scale=SCALE)
+    found = column_sums.attend_with_moments(query, key, value, mask, scale=SCALE)[:2]
+    wide = [x.double() for x in (query, key, value)]
+    assert_near(found, reference.attend_with_moments(*wide, mask, scale=SCALE)[:2])
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (2, 4)])

@@ -122,3 +122,28 @@ def test_operations_are_counted():
     attend_with_row(query, key, value, None, SCALE, 5)
     assert alone == 2 * 40 * 6 * (16 + 8)
     assert operations_so_far() - before - 2 * alone == 2 * 40 * 2 * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_default_dtype_of_the_user_changes_nothing(dtype):
+    """Buffers of another width would be written beyond their ends."""
+    shape = (1, 2, 2, 300, 32, 32)
+    given = drawn(shape)
+    out, row = naive(*given, None)
+    torch.set_default_dtype(dtype)
+    try:
+        found = attend_with_row(*given, None, SCALE, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(each.dtype == torch.float32 for each in found)
+    torch.testing.assert_close(found[0].double(), out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1].double(), row, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_mask_may_have_another_dtype(dtype):
+    shape = (1, 2, 2, 300, 32, 32)
+    given, hidden = drawn(shape), holes(shape, "per KV head").to(dtype)
+    found = attend_with_row(*given, hidden, SCALE)
+    for each, expected in zip(found[:2], naive(*given, hidden), strict=True):
+        torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-6)
