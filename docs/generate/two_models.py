@@ -116,8 +116,7 @@ def table(cells: Found, aware: bool) -> str:
         return text if tells(cells, model, task, aware) else f"*{text}*"
 
     lines = [
-        [label(method), *(written(*column, method) for column in columns)]
-        for method in methods_of(cells)
+        [method, *(written(*column, method) for column in columns)] for method in methods_of(cells)
     ]
     return made.table(head, lines, left=[0])
 
@@ -140,21 +139,6 @@ def other_tasks() -> str:
         for task, own in scores.items()
     ]
     return made.table(["task", *MODELS.values()], lines, left=[0])
-
-
-def variants(cells: Found) -> str:
-    """Other methods and budgets in the novel, before the question is known, on the second model."""
-    known, lines = methods_of(cells), []
-    for one in load_results([PUBLISHED / run_folder.RECORDS]):
-        cell, name = one.cell, without_files(one.cell.method)
-        asked = TASKS.get(cell.task), cell.subject.name, cell.protocol.question_aware
-        fifth = one.kept_nominal in (FIFTH, None)
-        if asked == ("novel", MODELS["gemma3"], False) and not (name in known and fifth):
-            lines.append(
-                (_score(one), [name, cell.budget or "", f"{_score(one):.0f}", f"{one.samples}"])
-            )
-    ranked = [line for _, line in sorted(lines, key=lambda each: -each[0])]
-    return made.table(["method", "budget", "found", "n"], ranked, left=[0])
 
 
 def draw(cells: Found, model: str, path: Path) -> None:
@@ -193,7 +177,6 @@ def parts(cells: Found) -> dict[str, str]:
     told = "\n\n".join(f"{title}\n\n{made}" for title, made in tables.items())
     return {
         "tables": told,
-        "variants": variants(cells),
         "other tasks": other_tasks(),
         "records": _records(cells),
     }
