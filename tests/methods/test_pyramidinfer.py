@@ -59,7 +59,7 @@ def pyramidinfer(model: PreTrainedModel, ids: Tensor, least: float, least_contex
         )
         cos, sin = model.model.rotary_emb(hidden, torch.tensor([places]))
         q, k = (x[0] for x in apply_rotary_pos_emb(q[None], k[None], cos, sin))
-        seen = layer.attend(q, k, v, 0, attention.scaling)
+        seen = layer.attend(q, k, v, 0, attention.scaling, float("inf"))
         hidden = hidden + attention.o_proj(seen.transpose(0, 1).flatten(1))[None]
         hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
         for head in layer.heads:
