@@ -130,13 +130,14 @@ def evict_one(calls: Calls) -> None:
 def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
     """Slots `[B, H, 1]` of each layer's evicted entries."""
     slots: dict[LayerState, Tensor] = {}
-    least: list[Tensor] = []  # their scores
+    least: list[Tensor] = []  # their scores, of layers that may lie on several devices
+    device = next(iter(calls.values())).query.device
     for (ends, heads, *_), alike in _rows_alike(calls, stores).items():
         states = alike.states
         if ends is None:
             for state in states:
                 slots[state], score = _leaving_slot(state, calls[state])
-                least.append(score.flatten())
+                least.append(score.flatten().to(device))
             continue
         scores = _scores(alike, calls, heads)
         hidden = joined(alike.hidden) if alike.hidden else None
@@ -147,10 +148,8 @@ def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
             chosen, score = leaving_between(scores[:, :1], hidden, *ends)
             chosen = chosen.expand(-1, heads, -1)
         slots |= zip(states, parted(chosen, len(states)), strict=True)
-        least.append(score.flatten())
-    # Waits for a GPU once; layers may lie on several.
-    scores = torch.cat([score.to(least[0].device) for score in least])
-    check_numbers(next(iter(slots)).plan.stages, scores)
+        least.append(score.flatten().to(device))
+    check_numbers(next(iter(slots)).plan.stages, torch.cat(least))  # waits for a GPU once
     return slots
 
 
