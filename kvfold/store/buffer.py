@@ -59,9 +59,10 @@ class GrowingBuffer:
             )
         if end > self._buffer.shape[2]:
             self._put(self._copied(self.rows, end))
-        # A decode step: a slice less. Rows may be a view of the buffer, after a failed forward.
-        apart = rows.untyped_storage()._cdata != self._buffer.untyped_storage()._cdata
-        if end == self.length + 1 and apart:
+        # A step takes a slice less, unless both are views of one storage, which torch refuses then.
+        if end == self.length + 1 and (
+            rows.untyped_storage()._cdata != self._buffer.untyped_storage()._cdata
+        ):
             self._buffer.index_copy_(2, _index(self.length, rows.device), rows)
         else:
             self._buffer[:, :, self.length : end] = rows

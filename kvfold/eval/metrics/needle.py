@@ -8,11 +8,11 @@ scores as much as a short right one. So it is reported, but not the task's score
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 
 from kvfold.eval.metrics.base import MetricScore
 from kvfold.eval.metrics.rouge import google, pltrdy
+from kvfold.eval.metrics.words import ascii_digits
 
 # Digits, or groups of three with one separator between them: 48213, 48,213, 48.213, 48 213.
 _NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[ ,.'’\u00a0\u2009\u202f\u066c]\d{3})+(?!\d)|\d+")
@@ -40,7 +40,7 @@ def first_number(prediction: str, expected: Sequence[str]) -> MetricScore:
 
 def _digits(spelled: str) -> str:
     """A number's digits as ASCII, without separators."""
-    return "".join(str(unicodedata.decimal(each)) for each in spelled if each.isdecimal())
+    return "".join(filter(str.isdecimal, ascii_digits(spelled)))
 
 
 def rouge_1(prediction: str, needle: str) -> MetricScore:

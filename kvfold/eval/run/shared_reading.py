@@ -69,19 +69,20 @@ def compressed(
     is summed up for some of them, its products are added up in another order. All methods must
     pass `reads_for_others`.
     """
-    methods: dict[EvalCell, Method] = {}
+    made: dict[EvalCell, CompressedCache] = {}
     for cell in cells:
         # Methods and budgets are checked before anything is read.
         try:
-            methods[cell] = new_cache(model, batch, cell).method
+            made[cell] = new_cache(model, batch, cell)
         except Exception as problem:
             yield Compressed(cell, problem.with_traceback(None), batch)
-    for needs, group in reading_together(methods, methods.__getitem__):
+    for needs, group in reading_together(made, lambda cell: made[cell].method):
+        caches = {cell: made.pop(cell) for cell in group}  # let go of with their group
         if len(group) > 1:
-            of_group = {cell: methods[cell] for cell in group}
-            yield from _together(model, batch, needs, of_group, reading)
+            methods = {cell: cache.method for cell, cache in caches.items()}
+            yield from _together(model, batch, needs, methods, reading)
         else:
-            yield _alone(model, group[0], new_cache(model, batch, group[0]), reading)
+            yield _alone(model, group[0], caches[group[0]], reading)
 
 
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:

@@ -121,7 +121,7 @@ class Span {
     const Observed& seen_by;
     const int64_t row, head, tokens, step;
     const uint8_t* shown;
-    Ranges ranges, seen_ranges;
+    Ranges ranges, shown_ranges;
     std::vector<float> asked, weights, apart, mixed, sums, squares, of_group;
     std::vector<float> shares, factors;
     std::vector<const float*> received;
@@ -134,7 +134,7 @@ class Span {
           weights(rows() * step), mixed(rows() * sizes.value_size), sums(sizes.stored),
           squares(sizes.stored), of_group(sizes.stored), shares(rows()), factors(sizes.groups),
           received(sizes.groups) {
-        seen_ranges = ranges_of(shown, nullptr, sizes.stored);
+        shown_ranges = ranges_of(shown, nullptr, sizes.stored);
         if (seen_by.scored)
             ranges = ranges_of(shown, seen_by.scored + row * sizes.stored, sizes.stored);
     }
@@ -192,12 +192,12 @@ class Span {
                 std::fill_n(own, seen, 0.0f);
                 continue;
             }
-            before(seen_ranges, visible, [&](int64_t first, int64_t last) {
+            before(shown_ranges, visible, [&](int64_t first, int64_t last) {
                 most = most_of(own + first, last - first, most);
             });
             if (counts && seen_by.scored) share = far_below(own, visible, most, g);
             int64_t hidden = 0;
-            before(seen_ranges, visible, [&](int64_t first, int64_t last) {
+            before(shown_ranges, visible, [&](int64_t first, int64_t last) {
                 std::fill(own + hidden, own + first, 0.0f);
                 total += exponentials(own + first, last - first, most, own + first);
                 hidden = last;
@@ -346,15 +346,15 @@ int64_t is_causal(const uint8_t* mask, int64_t step, int64_t queries, int64_t st
 }
 
 // Queries [B, Hq, S, D] are the last of T entries, of which they see those `shown`, up to their own;
-// hidden ones see none. out [B, S, Hq, Dv], where WIDE divides Dv. What
-// entries receive [B, H, T]: `first` of `kind`, and `second` the sums of squares of sums of groups.
+// hidden ones see none. out [B, S, Hq, Dv], where WIDE divides Dv. What entries receive [B, H, T]:
+// `first` of `kind`, and `second` the sums of squares of sums of groups.
 void attend_with_columns(const float* query, const int64_t* query_steps, const float* key,
                          const int64_t* key_steps, const float* value, const int64_t* value_steps,
                          const uint8_t* shown, const uint8_t* scored, const uint8_t* counted,
-                         const float* row_weights, const float* column_weights, float* out, float* first, float* second,
-                         int64_t kind, int64_t batch, int64_t heads, int64_t groups,
-                         int64_t queries, int64_t stored, int64_t size, int64_t value_size,
-                         float scale, int64_t threads) {
+                         const float* row_weights, const float* column_weights, float* out,
+                         float* first, float* second, int64_t kind, int64_t batch, int64_t heads,
+                         int64_t groups, int64_t queries, int64_t stored, int64_t size,
+                         int64_t value_size, float scale, int64_t threads) {
     const Sizes sizes{batch, heads, groups, queries, stored, size, value_size};
     const Observed seen_by{Kind(kind), shown, scored, counted, row_weights, column_weights};
     const Heads of_query{query, query_steps}, of_key{key, key_steps}, of_value{value, value_steps};
