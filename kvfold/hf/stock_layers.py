@@ -163,7 +163,7 @@ def cut_windows(layers: Iterable[Any]) -> None:
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
             for name in ("keys", "values"):
                 window = getattr(layer, name)
-                if window.untyped_storage().nbytes() > 2 * window.nbytes:
+                if window.untyped_storage().nbytes() > window.nbytes:
                     setattr(layer, name, window.clone())
 
 
