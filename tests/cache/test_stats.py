@@ -58,6 +58,18 @@ def test_stats_print_in_a_few_lines_and_layer_by_layer_on_demand(name):
     assert details.count("DynamicSlidingWindowLayer, as it is") == 4 - len(COMPRESSED[name])
 
 
+@pytest.mark.parametrize("beyond", [1, 40])
+def test_a_window_holds_nothing_of_the_prompt_before_it(beyond):
+    model = build("gemma3")
+    cache = CompressedCache(model, "snapkv", 40)
+    prompt = prompts((model.config.sliding_window + beyond,))[0]
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    for layer in cache.other_layers().values():
+        assert layer.keys.shape[2] == model.config.sliding_window - 1
+        assert reachable_bytes([layer.keys, layer.values]) == 2 * layer.keys.nbytes
+
+
 def test_heads_of_unequal_sizes_print_their_range():
     model = build("llama")
     cache = CompressedCache(model, "adakv", 40)
