@@ -30,7 +30,7 @@ pytestmark = pytest.mark.real
 TOKENS, BUDGET = 640, 160
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def sliding_model(model: Any, slides: bool) -> None:
     if not slides:
         pytest.skip("no layer of this model slides")
