@@ -51,7 +51,7 @@ INSTRUCTIONS = {
     ],
 }
 
-SECONDS = 300  # that the compiler gets; it takes about four
+SECONDS = 300  # that the compiler gets; it takes about twenty
 MOST_WORDS = 2000  # bytes of what it says that are passed on
 DIGEST = hashlib.sha256().digest_size
 REMEDY = "set XDG_CACHE_HOME to a folder of your own"
