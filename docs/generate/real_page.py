@@ -242,7 +242,8 @@ def _scope(results: Sequence[CellResult]) -> str:
     books = _data(results)
     texts = f"one book ({books[0]})" if len(books) == 1 else f"{len(books)} texts"
     second = "[what holds on a second one](two_models/README.md)"
-    return f"All of it is one model of 135 million parameters and {texts}: {second}."
+    peer = "OpenVINO's evictions on the same needles: [a peer](openvino/README.md)."
+    return f"All of it is one model of 135 million parameters and {texts}: {second}. {peer}"
 
 
 def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
