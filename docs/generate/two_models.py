@@ -143,7 +143,7 @@ def other_tasks() -> str:
 
 
 def mended() -> str:
-    """KVzip in other ways, and what methods find with recall, in Gemma's novel before the question."""
+    """KVzip in other ways, and methods with recall, in Gemma's novel before the question."""
     own = [
         one
         for one in load_results([PUBLISHED / run_folder.RECORDS])
