@@ -136,10 +136,11 @@ def other_tasks() -> str:
         return f"{score:.0f}" if score >= TELLING else f"*{score:.0f}*"
 
     lines = [
-        [task, *(written(own.get(model)) for model in MODELS.values())]
-        for task, own in scores.items()
+        [model.split("-")[0], *(written(own.get(model)) for own in scores.values())]
+        for model in MODELS.values()
     ]
-    return made.table(["task", *MODELS.values()], lines, left=[0])
+    names = [task.removeprefix("needle_").replace("_", " ") for task in scores]
+    return made.table(["model", *names], lines, left=[0])
 
 
 def mended() -> str:
