@@ -102,15 +102,16 @@ def measured(given: argparse.Namespace, done: Sequence[Row]) -> Iterator[Row]:
 
     from kvfold.eval.evaluate import drawn
     from kvfold.eval.run.prompt import SamplePrompt
-    from kvfold.eval.tasks import SampleRequest
+    from kvfold.eval.tasks import SampleRequest, TaskSample
     from kvfold.hf.chat_template import token_count
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     count = partial(token_count, tokenizer)
     request = SampleRequest(samples=given.samples, count=count, haystack=given.book)
     (of_task,) = drawn([TASK], request, [LENGTH])
-    metric, questions, ids = of_task.task.metrics[of_task.task.metric], {}, {}
+    (metric,), questions, ids = of_task.task.metrics.values(), {}, {}
     for sample in of_task.samples:
+        assert isinstance(sample, TaskSample)
         (question,), prompt = sample.questions, SamplePrompt.of(sample, tokenizer)
         questions[sample.index] = question
         ids[sample.index] = [*prompt.ids[0].tolist(), *prompt.question_ids(question)[0].tolist()]
@@ -118,7 +119,8 @@ def measured(given: argparse.Namespace, done: Sequence[Row]) -> Iterator[Row]:
         left = ids.keys() - {row.index for row in done if row.setting == setting}
         prompts = [{"index": index, "ids": ids[index]} for index in sorted(left)]
         for said in peer(given, [setting, prompts, tokenizer.eos_token_id]) if prompts else ():
-            index, text = said["index"], tokenizer.decode(said["ids"], skip_special_tokens=True)
+            index = said["index"]
+            text = str(tokenizer.decode(said["ids"], skip_special_tokens=True))
             score, (first, *others) = metric(text, questions[index]).value, said["seconds"]
             seconds = round(first, 3), round(median(others), 4)
             yield Row(setting, index, len(ids[index]), said["blocks"], text, score, *seconds)
@@ -126,8 +128,9 @@ def measured(given: argparse.Namespace, done: Sequence[Row]) -> Iterator[Row]:
 
 def peer(given: argparse.Namespace, asked: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """What `answer` prints in the other environment, line by line."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([given.python, __file__], **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([given.python, __file__], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
         json.dump([str(given.gguf), *asked], process.stdin)
         process.stdin.close()
         yield from map(json.loads, process.stdout)
