@@ -127,7 +127,7 @@ def measured(given: argparse.Namespace, done: Sequence[Row]) -> Iterator[Row]:
 
 
 def peer(given: argparse.Namespace, asked: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """What `answer` prints in the other environment, line by line."""
+    """Lines of JSON that `answer` prints in the other environment, parsed."""
     pipe = subprocess.PIPE
     with subprocess.Popen([given.python, __file__], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None

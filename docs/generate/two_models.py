@@ -122,10 +122,14 @@ def table(cells: Found, aware: bool) -> str:
     return made.table(head, lines, left=[0])
 
 
+def _published() -> Sequence[CellResult]:
+    return load_results([PUBLISHED / run_folder.RECORDS])
+
+
 def other_tasks() -> str:
     """The full cache's scores on the tasks that it alone was asked; italics as in `table`."""
     scores: dict[str, dict[str, float]] = {}
-    for one in load_results([PUBLISHED / run_folder.RECORDS]):
+    for one in _published():
         cell = one.cell
         if cell.task not in TASKS and cell.method == FULL and one.score is not None:
             scores.setdefault(cell.task, {})[cell.subject.name] = one.score.value
@@ -147,7 +151,7 @@ def mended() -> str:
     """KVzip in other ways, and methods with recall, in Gemma's novel before the question."""
     own = [
         one
-        for one in load_results([PUBLISHED / run_folder.RECORDS])
+        for one in _published()
         if (one.cell.subject.name, one.cell.task) == (MODELS["gemma3"], NOVEL)
         and not one.cell.protocol.question_aware
         and (one.cell.method.startswith("kvzip") or "+ recall" in one.cell.method)
