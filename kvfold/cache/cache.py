@@ -192,14 +192,15 @@ class CompressedCache(CacheParts, ToldOfForwards):
 
         Layers that waited for these evict. Raises as `stored_nothing` and `Phase.note_read`.
         """
-        if self.forward.begun == self.states[0].sequence.seen:
+        begun, seen = self.forward.begun, self.states[0].sequence.seen
+        if begun == seen:
             raise self.forward.stored_nothing()
         if torch.is_grad_enabled():
             detach_layers(self.other_layers().values())
-        if ids is None or ids.shape[1] > 1:
+        if begun is None or seen > begun + 1:
             cut_windows(self.other_layers().values())
-        if ids is not None and self.forward.begun is not None:
-            self.phase.note_read(ids, self.forward.begun, logits, self.tokens_read)
+        if ids is not None and begun is not None:
+            self.phase.note_read(ids, begun, logits, self.tokens_read)
         if self.phase.reads_ids:
             self.phase.forget_incoming()
         self.forward.close()

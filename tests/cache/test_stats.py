@@ -59,15 +59,25 @@ def test_stats_print_in_a_few_lines_and_layer_by_layer_on_demand(name):
 
 
 @pytest.mark.parametrize("beyond", [1, 40])
-def test_a_window_holds_nothing_of_the_prompt_before_it(beyond):
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+def test_a_window_holds_nothing_of_the_prompt_before_it(beyond, given):
     model = build("gemma3")
     cache = CompressedCache(model, "snapkv", 40)
     prompt = prompts((model.config.sliding_window + beyond,))[0]
-    with torch.no_grad():
-        model(prompt, past_key_values=cache)
+
+    def read(ids):
+        tokens = ids if given == "input_ids" else model.get_input_embeddings()(ids)
+        with torch.no_grad():
+            model(**{given: tokens}, past_key_values=cache)
+
+    read(prompt)
     for layer in cache.other_layers().values():
         assert layer.keys.shape[2] == model.config.sliding_window - 1
         assert reachable_bytes([layer.keys, layer.values]) == 2 * layer.keys.nbytes
+    read(prompt[:, :1])  # a step leaves them as transformers does, views one entry longer
+    for layer in cache.other_layers().values():
+        longer = model.config.sliding_window / (model.config.sliding_window - 1)
+        assert reachable_bytes([layer.keys]) == layer.keys.nbytes * longer
 
 
 def test_heads_of_unequal_sizes_print_their_range():
