@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <functional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -319,9 +320,20 @@ struct Logits {
     }
 };
 
+// Keys or values of any kind: attention, which is long to compile, is compiled once for all of them.
+struct Rows {
+    int64_t size;
+    std::function<void(int64_t, int64_t, Tile&)> decode;
+
+    template <class Kind>
+    Rows(const Kind& kind)
+        : size(kind.size), decode([&kind](int64_t first, int64_t count, Tile& tile) {
+              kind.decode(first, count, tile);
+          }) {}
+};
+
 // Attention of a group's queries to `count` entries, by online softmax.
-template <class Keys, class Values>
-void attend_to_part(const float* query, int64_t groups, const Keys& keys, const Values& values,
+void attend_to_part(const float* query, int64_t groups, const Rows& keys, const Rows& values,
                     int64_t key_first, int64_t value_first, int64_t count, Logits logits,
                     float* mixed, float* lse) {
     Tile tile(std::max(keys.size, values.size));
@@ -376,8 +388,7 @@ struct Segments {
 };
 
 // Parts are cut at `part_size` entries whatever the number of threads, on which no result depends.
-template <class Keys, class Values>
-void attend(const float* query, const Segments& segments, const Keys& keys, const Values& values,
+void attend(const float* query, const Segments& segments, const Rows& keys, const Rows& values,
             Logits logits, int64_t part_size, int64_t threads, float* out, float* lse) {
     std::vector<int64_t> first{0}, owner;
     for (int64_t s = 0; s < segments.count; s++) {

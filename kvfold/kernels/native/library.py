@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -33,6 +34,8 @@ from kvfold.errors import KvfoldError
 from kvfold.reading import opened_regular
 from kvfold.writing import replacing
 
+log = logging.getLogger(__name__)
+
 Array = NDArray[np.generic]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -51,7 +54,7 @@ INSTRUCTIONS = {
     ],
 }
 
-SECONDS = 300  # that the compiler gets; it takes about twenty
+SECONDS = 300  # that the compiler gets; it takes about twelve
 MOST_WORDS = 2000  # bytes of what it says that are passed on
 DIGEST = hashlib.sha256().digest_size
 REMEDY = "set XDG_CACHE_HOME to a folder of your own"
@@ -69,6 +72,7 @@ def library() -> ctypes.CDLL | None:
             made = Path(folder) / kept.name
             loaded = _loaded(read_kept(kept), made)
             if loaded is None and compiler and shutil.which(compiler[0]) is not None:
+                log.warning("kvfold compiles its C++ kernels, once for this machine: about 12 s")
                 _compile(command, made)
                 loaded = ctypes.CDLL(str(made))
                 keep(kept, made.read_bytes())

@@ -22,10 +22,12 @@ def _not_loaded():
 
 
 @pytest.mark.slow
-def test_it_is_compiled_once(tmp_path, monkeypatch):
+def test_it_is_compiled_once_and_that_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if native.library() is None:
         pytest.skip("no C++ compiler")
+    (said,) = caplog.messages
+    assert said.startswith("kvfold compiles its C++ kernels, once")
     (made,) = (tmp_path / "kvfold").iterdir()
     assert made.suffix == ".so"
 
@@ -35,6 +37,7 @@ def test_it_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", never)
     native.library.cache_clear()
     assert native.library() is not None
+    assert caplog.messages == [said]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     native.library.cache_clear()
     with pytest.raises(AssertionError, match="compiled again"):
