@@ -35,14 +35,16 @@ class StaticEvicting(StaticBuffers):
         state = layer.state
         state.copy_alive()  # since entries will be moved where they are
         store = state.stored()
+        missing, enough = 0, room
         if state.capacity is not None:
             most = state.capacities()[1]
-            room = min(room, max(0, most - store.keys.shape[2]) + slack(most))
-        super().__init__(layer, room)
+            missing = max(0, most - store.keys.shape[2])
+            enough = missing + slack(most)
+        super().__init__(layer, min(room, enough))
         self.left = self.keys.shape[2] - self.first
         self.plan, self.capacity, self.prefix = state.plan, state.capacity, state.phase.prefix
-        if self.capacity is not None:
-            self.room = math.inf  # moves kept entries together
+        if self.capacity is not None and (not missing or room >= enough):
+            self.room = math.inf  # some have left when it is used up: moves the others together
         merge = state.plan.stages.merge
         self.merge_one = None if merge is None else merge.one
         self.tokens, self.phase = state.seen_per_row().clone(), state.phase

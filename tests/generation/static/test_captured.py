@@ -95,6 +95,24 @@ def test_layers_are_made_anew_when_their_bucket_is_full(model, monkeypatch):
         assert watch.steps.count("warm") == (1 if spec == "h2o" else 5)
 
 
+@pytest.mark.parametrize("spec", ["h2o", "d2o"])
+def test_layers_that_are_not_full_yet_are_made_anew_until_they_are(model, spec, monkeypatch):
+    """A budget above the prompt: nothing has left when the first buckets are full."""
+    monkeypatch.setattr(captured, "BUCKET", 7)
+    watch = watching(monkeypatch)
+    ids, mask = prompts(PADDED)
+    caches = compressed(model, spec, 80), compressed(model, spec, 80)
+    outs = [
+        kvfold.generate(
+            model, ids, cache=cache, attention_mask=mask, max_new_tokens=40, do_sample=False, **how
+        )
+        for cache, how in zip(caches, ({}, {"capture": True}), strict=True)
+    ]
+    assert torch.equal(*outs)
+    check_same(*caches)
+    assert watch.steps.count("warm") == 4  # at 64, 71, 78 and 80 or more entries
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED, ENCODED[0], "h2o"])
 def test_the_next_turn_and_another_batch_go_on(model, spec):
