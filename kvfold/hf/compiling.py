@@ -16,6 +16,9 @@ def not_compiled_because(model: PreTrainedModel) -> str | None:
     config = text_config(model)
     if not getattr(model, "_can_compile_fullgraph", False):
         return "is not compiled as one graph by transformers"
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.is_compileable:
+        return "has quantized weights of a kind that transformers does not compile"
     if shares_entries(model):
         return "lets layers share keys and values"
     if caches_latents(model):

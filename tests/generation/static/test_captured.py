@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,7 @@ def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
         ("full", {"num_beams": 2}, "beams"),
         ("full", {"prompt_lookup_num_tokens": 3}, "assisted"),
         ("full", {"compile": True}, "choose one"),
+        ("full", {"disable_compile": True}, "disable_compile=True: choose one"),
         ("full", {"compile_config": CompileConfig()}, "compiles nothing"),
     ],
 )
@@ -238,6 +240,13 @@ def test_autocast_is_refused(model):
 )
 def test_models_whose_step_asks_the_host_are_refused(name, changes, reason):
     refused(build(name, **changes), "snapkv:window=8", UnsupportedModel, reason)
+
+
+def test_weights_that_transformers_does_not_compile_are_refused():
+    """It would call the model itself, step by step."""
+    model = small("llama")
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    refused(model, "full", UnsupportedModel, "quantized weights of a kind")
 
 
 def refused(model: Any, spec: str, error: Any, reason: str, **options: Any) -> None:
