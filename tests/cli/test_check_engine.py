@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvfold.checks.engines.result import EngineCheckResult
+from kvfold.checks.engines.check import check_engine
+from kvfold.checks.engines.questions import ChatQuestion
+from kvfold.checks.engines.reference import EndpointReference
+from kvfold.checks.engines.result import AgreementLimits, CheckedEndpoint, EngineCheckResult
+from kvfold.checks.engines.tokens import TopTokens
 from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.stub_endpoint import completion, served
 
@@ -64,6 +69,16 @@ def test_agreement_and_the_lower_bound_are_those_by_hand(prompts: Path, tmp_path
     page = (out / "index.html").read_text()
     assert "lower bound" in page and result.digest in page and "number 7" not in page
     assert "number 7" not in (out / "check.json").read_text()
+
+
+def test_tokens_that_are_no_text_count_as_different_and_are_said_to_differ() -> None:
+    endpoint = Mock(url="u", model="m", top=1)
+    endpoint.top_tokens.return_value = TopTokens({}, None, 7)
+    told = CheckedEndpoint(url="u", model="m", top=1)
+    questions = [ChatQuestion(f"{n}", ({"role": "user", "content": f"{n}"},), None) for n in "ab"]
+    limits = AgreementLimits()
+    found = check_engine(endpoint, EndpointReference(endpoint), told, questions, limits)
+    assert found.agreement.value == 0 and found.kl_at_least_max == 0 and found.notes == ()
 
 
 @pytest.mark.slow

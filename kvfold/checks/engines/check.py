@@ -91,7 +91,7 @@ def check_engine(
         reason=reason,
         groups=groups,
         compared=tuple(found),
-        notes=tuple(_notes(kl)),
+        notes=tuple(_notes(kl, agrees)),
         setup=MachineSetup.here(),
         commit=commit(),
     ).signed()
@@ -116,9 +116,9 @@ def _compared(endpoint: Endpoint, reference: Reference, question: ChatQuestion) 
     return made
 
 
-def _notes(kl: Array) -> list[str]:
+def _notes(kl: Array, agrees: Array) -> list[str]:
     """Sentences on what limits the result."""
-    if kl.max() > UNSEEN:
+    if kl.max() > UNSEEN or not agrees.all():
         return []
     return ["no difference was seen: the first token may not be read from the engine's cache"]
 

@@ -162,8 +162,9 @@ def _answer(url: str, key: str | None, body: Mapping[str, Any] | None = None) ->
 
 
 def _read(answer: Any, url: str) -> bytes:
-    """The body of an answer; raises KvfoldError for one that is too long or does not end."""
+    """The body of an answer; raises KvfoldError for one too long, cut off, or without end."""
     end, text = time.monotonic() + PATIENCE, b""
+    said = answer.length  # Content-Length, which `read1` does not check
     while piece := answer.read1(LONGEST):
         text += piece
         if len(text) > LONGEST:
@@ -172,6 +173,8 @@ def _read(answer: Any, url: str) -> bytes:
             )
         if time.monotonic() > end:
             raise KvfoldError(f"{url} has not answered within {PATIENCE} s")
+    if said is not None and len(text) < said:
+        raise KvfoldError(f"{url} hung up after {len(text)} of {said} bytes: is it running still?")
     return text
 
 

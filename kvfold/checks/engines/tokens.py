@@ -48,6 +48,8 @@ class TopTokens:
         total = sum(math.exp(min(logprob, 1.0)) for _, logprob in pairs)
         if total > 1 + ABOVE_ONE:
             raise KvfoldError(f"{url} gives probabilities whose sum is {total:.4g}, above 1")
+        if total < SMALLEST:  # which token would be the likeliest one?
+            raise KvfoldError(f"{url} gives probabilities that are all 0")
         times = Counter(token for token, _ in pairs)
         clear = {
             token: math.exp(logprob)
@@ -57,7 +59,7 @@ class TopTokens:
         likeliest = max(pairs, key=lambda pair: pair[1])[0]
         usage = answer.get("usage") or {}
         read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        read = read if isinstance(read, int) and read > 0 else None
+        read = read if type(read) is int and read > 0 else None
         return cls(clear, likeliest if likeliest in clear else None, read)
 
 
@@ -66,7 +68,9 @@ def _bytes(listed: Any) -> bytes:
     given = listed.get("bytes")
     if isinstance(given, list):
         return bytes(given)
-    return str(listed["token"]).encode(errors="replace")
+    # A half of a surrogate pair shows bytes that are no text, as UNCLEAR does.
+    halves = str(listed["token"]).encode("utf-16", "surrogatepass")
+    return halves.decode("utf-16", "replace").encode()
 
 
 def kl_at_least(pairs: Iterable[tuple[float, float]]) -> float:

@@ -73,8 +73,9 @@ def test_log_probabilities_of_another_form_are_refused(listed: object) -> None:
 def test_what_is_no_number_of_tokens_is_not_compared() -> None:
     top = [{"token": "a", "logprob": -0.1, "bytes": 3}]
     choices = [{"logprobs": {"content": [{"top_logprobs": top}]}}]
-    found = TopTokens.of({"choices": choices, "usage": {"prompt_tokens": "5"}}, "http://a")
-    assert found.read is None and list(found.probabilities) == [b"a"]
+    for read in ("5", True, 5.0, 0):
+        found = TopTokens.of({"choices": choices, "usage": {"prompt_tokens": read}}, "http://a")
+        assert found.read is None and list(found.probabilities) == [b"a"]
 
 
 @pytest.mark.parametrize("given", ["http://a..b/v1", f"http://{'a' * 70}/v1", "http://a/\u00fc"])
@@ -85,6 +86,8 @@ def test_what_is_no_address_is_one_line(given: str) -> None:
 
 def test_an_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
+        length = None
+
         def read1(self, _: int) -> bytes:
             return b" " * 1000
 
@@ -95,6 +98,15 @@ def test_an_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(client, "PATIENCE", 0)
     with pytest.raises(KvfoldError, match="has not answered within 0 s"):
         client._read(Endless(), "http://a")
+
+
+def test_an_answer_that_is_cut_off_is_told_from_one_that_is_no_json() -> None:
+    class Cut(BytesIO):
+        length = 60
+
+    with pytest.raises(KvfoldError, match="hung up after 12 of 60 bytes"):
+        client._read(Cut(b'{"choices": '), "http://a")
+    assert client._read(Cut(b" " * 60), "http://a") == b" " * 60
 
 
 def test_a_model_s_name_may_hold_a_space() -> None:

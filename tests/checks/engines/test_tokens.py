@@ -49,6 +49,8 @@ def test_tokens_that_look_alike_are_left_out() -> None:
     assert found.probabilities == {b"a": pytest.approx(0.5)}
     assert found.first == b"a" and found.read == 7
     assert TopTokens.of(completion({"�": 0.9, "a": 0.1}, 2, None), "u").first is None
+    listed[0] |= {"token": "\ud83d", "bytes": None}
+    assert TopTokens.of(answer, "u").probabilities == {}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_tokens_that_look_alike_are_left_out() -> None:
         ([], "gives no log probabilities"),
         (completion({"a": 0.9, "b": 0.9}, 2), "sum is 1.8, above 1"),
         (completion({"a": float("nan")}, 2), "no numbers"),
+        (completion({"a": 1e-300, "b": 1e-300}, 2), "are all 0"),
     ],
 )
 def test_answers_without_a_distribution_are_refused(answer: object, message: str) -> None:
