@@ -25,6 +25,11 @@ def checked_error(error: float) -> float:
     return error
 
 
+def confidence(error: float) -> str:
+    """The confidence that an error leaves, with as many digits as the least error takes."""
+    return f"{1 - error:.9g}"
+
+
 def bounded_groups(
     losses: Iterable[tuple[str | None, tuple[str, float]]], error: float, most: float = 1.0
 ) -> dict[str, GroupBound]:

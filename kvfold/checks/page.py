@@ -6,6 +6,7 @@ from __future__ import annotations
 from html import escape
 
 from kvfold.checks.chart import chart, legend
+from kvfold.checks.groups import confidence
 from kvfold.checks.result import (
     EVERYTHING,
     Certificate,
@@ -39,7 +40,7 @@ def page(result: CheckResult) -> str:
         "CERTIFICATES": "".join(map(_certificate, result.certificates)),
         "BOUNDS": "".join(_bound(each, limits) for each in result.bounds),
         "CLIP": f"{limits.clip:g}",
-        "CONFIDENCE": f"{1 - limits.error:.4g}",
+        "CONFIDENCE": confidence(limits.error),
         "CHART": chart(result),
         "LEGEND": legend(result),
         "CELLS": table("", CELLS, map(_cell, result.cells)),
@@ -112,7 +113,7 @@ def bound_said(of: RiskBound, limits: CheckLimits) -> str:
     )
     return (
         f"{of.method}: bounded{at}: mean KL clipped at {limits.clip:g} at most {limits.mean_kl:g}, "
-        f"with {1 - limits.error:.4g} confidence (measured {groups})"
+        f"with {confidence(limits.error)} confidence (measured {groups})"
     )
 
 

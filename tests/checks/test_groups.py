@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvfold.checks.groups import bounded_groups, too_few, too_high
+from kvfold.checks.groups import bounded_groups, confidence, too_few, too_high
 from kvfold.evidence.bounds import upper_bound
 
 
@@ -35,3 +35,7 @@ def test_reasons_name_the_group_and_the_least_number() -> None:
     assert few == "10 prompts are too few: give at least 48" == too_few(10, 0.05, 0.1, None)
     assert too_few(48, 0.05, 0.1, None) == ""
     assert "no number of prompts" in too_few(48, 0.0, 0.1, None)
+
+
+def test_no_confidence_is_rounded_to_certainty() -> None:
+    assert [confidence(error) for error in (0.1, 1e-5, 1e-9)] == ["0.9", "0.99999", "0.999999999"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from html import escape
 
 from kvfold.checks.engines.result import CheckedEndpoint, EngineCheckResult
+from kvfold.checks.groups import confidence
 from kvfold.checks.result import EVERYTHING
 from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.evidence.estimates import IntervalEstimate
@@ -33,8 +34,8 @@ def verdict(result: EngineCheckResult) -> str:
         f"(measured {group.loss:.1%} on {group.prompts} prompts)"
         for name, group in result.groups.items()
     )
-    confidence = f"{1 - result.limits.error:.4g}"
-    return f"certified by agreement, with {confidence} confidence: other first tokens {groups}"
+    sure = confidence(result.limits.error)
+    return f"certified by agreement, with {sure} confidence: other first tokens {groups}"
 
 
 def page(result: EngineCheckResult) -> str:
@@ -49,7 +50,7 @@ def page(result: EngineCheckResult) -> str:
         "SUBJECT": escape(subject),
         "CLAIM": escape(claim),
         "EVIDENCE": escape(evidence),
-        "CONFIDENCE": f"{1 - result.limits.error:.4g}",
+        "CONFIDENCE": confidence(result.limits.error),
         "TOLERANCE": f"{result.limits.differing:g}",
         "CERTIFICATE": f"<li>{yes if result.certified else no} {escape(verdict(result))}{hashed}",
         "TABLE": table("", COLUMNS, rows(result)),
