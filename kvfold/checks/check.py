@@ -241,10 +241,11 @@ class CheckInputs:
 
     @property
     def digest(self) -> str:
-        """Hash of all prompts, attacks included."""
+        """Hash of all prompts and their groups, attacks included."""
         attacks = [each.prompt.digest for batch in self.attacks for each in batch]
-        groups = [each.group for each in self.prompts if each.group is not None]
-        return sha256(" ".join([*(each.digest for each in self.prompts), *attacks, *groups]))
+        groups = ["" if each.group is None else f" {each.group!r}" for each in self.prompts]
+        said = [f"{p.digest}{group}" for p, group in zip(self.prompts, groups, strict=True)]
+        return sha256(" ".join([*said, *attacks]))
 
     @property
     def tokens(self) -> tuple[int, int]:

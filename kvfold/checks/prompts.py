@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from kvfold.checks.result import EVERYTHING
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import source
 
@@ -51,6 +52,8 @@ class CheckPrompt(BaseModel, frozen=True):
         offsets = any(not isinstance(span, str) for span in self.spans.values())
         if self.messages and offsets:
             return "spans of messages are texts"
+        if self.group == EVERYTHING:
+            return f"the group {EVERYTHING!r} is that of prompts that name none: name it otherwise"
         return None
 
     @property

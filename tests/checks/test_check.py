@@ -15,6 +15,8 @@ import torch
 
 import kvfold
 from kvfold.checks import certify
+from kvfold.checks.check import CheckInputs
+from kvfold.checks.prompts import prompts_of
 from kvfold.errors import KvfoldError
 from tests.helpers.models import build
 from tests.helpers.registry import registry_restored
@@ -178,6 +180,13 @@ def test_a_prompt_counts_once_whatever_is_named_in_it() -> None:
     rows = [{"prompt": one}, {"prompt": one + " ", "spans": {"first": [0, 5]}}, {"prompt": other}]
     found = check(pair, rows, "knorm", 0.5)
     assert found.prompts == 2 and "first" in found.cells[0].spans
+
+
+def test_prompts_are_hashed_each_with_its_group() -> None:
+    found, names = texts(2), [(None, None), ("x", None), (None, "x"), ("x", "y"), ("y", "x")]
+    rows = [[{"prompt": p, "group": g} for p, g in zip(found, own, strict=True)] for own in names]
+    inputs = [CheckInputs.of(word_tokenizer(), prompts_of(of), (), False, 0) for of in rows]
+    assert len({each.digest for each in inputs}) == len(names)
 
 
 def test_what_changes_answers_is_measured_anew(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_lists_hold_texts_and_rows_and_repeated_prompts_count_once() -> None:
         ("a.jsonl", '{"prompt": "x", "messages": [{"role": "user", "content": "y"}]}', "give"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "y"}]}', "is the user's"),
         ("a.jsonl", '{"messages": [{"role": "tool", "content": "y"}]}', "messages.0.role"),
+        ("a.jsonl", '{"prompt": "x", "group": "all"}', "the group 'all' is that of prompts that"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(
