@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvfold.budget import Budget
 from kvfold.checks.certify import unmeasured
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.groups import bounded_groups, too_high
 from kvfold.checks.measure import PromptMeasurements
 from kvfold.checks.result import CheckCell, CheckLimits, GroupBound, RiskBound
+from kvfold.evidence.grouped import grouped
 
 
 def risk_bound(
@@ -26,9 +28,9 @@ def risk_bound(
 ) -> RiskBound:
     """The bound of a method from its `cells` of the table, which are of all prompts.
 
-    The budget that keeps most comes first; the sequence ends with the first that is not confirmed.
+    The sequence ends with the first budget that is not confirmed.
     """
-    sequence = sorted(cells, key=lambda cell: -cell.kept)
+    sequence = fixed_sequence(cells)
     method, found = sequence[0].method, None
     nothing = unmeasured(measured, batches)
     if limits.mean_kl >= limits.clip:
@@ -51,6 +53,19 @@ def risk_bound(
         reason="" if found is not None else reason,
         groups=groups,
     )
+
+
+def fixed_sequence(cells: Sequence[CheckCell]) -> list[CheckCell]:
+    """Cells by budget, the largest first; parts, tokens and bytes in the order they are given in.
+
+    Not by what was kept, which is measured on the same prompts as the losses: among budgets of
+    several kinds, prompts on which one loses less by chance would bring that one forward.
+    """
+    budgets = [Budget.of(cell.budget) for cell in cells if cell.budget is not None]
+    if not budgets:
+        return list(cells)
+    kinds = grouped((of.kind, (of.amount, cell)) for of, cell in zip(budgets, cells, strict=True))
+    return [cell for of in kinds.values() for _, cell in sorted(of, key=lambda pair: -pair[0])]
 
 
 def groups_of(

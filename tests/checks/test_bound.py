@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from kvfold.checks.bound import risk_bound
+from kvfold.checks.bound import fixed_sequence, risk_bound
 from kvfold.checks.encoded import EncodedPrompt, distinct
 from kvfold.checks.records import CheckRecord, PromptDistances
 from kvfold.checks.result import CheckCell, CheckLimits
@@ -82,6 +82,17 @@ def test_the_smallest_budget_before_the_first_that_fails():
     refused = found(dict(zip(SEQUENCE, (bad, good, good, good), strict=True)), encoded(200))
     assert not refused.confirmed and refused.budget == "0.9"
     assert "the clipped mean KL may be" in refused.reason and "above 0.05" in refused.reason
+
+
+def test_the_sequence_does_not_depend_on_what_was_kept():
+    """Of 64 tokens more is kept on shorter prompts, where they also lose less."""
+    of = [
+        cell("m", kept, 0.01).model_copy(update={"budget": budget})
+        for kept, budget in ((0.3, "0.2"), (0.9, "64"), (0.4, "0.5"), (0.95, "128"))
+    ]
+    assert [each.budget for each in fixed_sequence(of)] == ["0.5", "0.2", "128", "64"]
+    alone = [cell("m", 0.3, 0.01).model_copy(update={"budget": None})]
+    assert fixed_sequence(alone) == alone
 
 
 def test_losses_are_clipped_and_said_in_nats():
