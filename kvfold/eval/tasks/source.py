@@ -209,8 +209,10 @@ def text(path: Path) -> str:
     Raises KvfoldError if there is none, or it is empty or not UTF-8.
     """
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        raise KvfoldError(f"there is no text at {path}")
+    # A folder, a pipe or a link to nothing may be named as a text is.
+    odd = [file for file in files if not file.is_file()]
+    if odd or not files:
+        raise KvfoldError(f"there is no text at {odd[0] if odd else path}")
     try:
         found = "\n".join(file.read_text(encoding="utf-8-sig") for file in files)
     except UnicodeDecodeError as error:

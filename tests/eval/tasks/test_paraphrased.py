@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from kvfold.errors import KvfoldError
 from kvfold.eval.tasks.paraphrased import ANSWER_PREFIX, INTRO, WORDINGS
 from tests.helpers.tasks import ALL, made
 
@@ -62,6 +63,13 @@ def test_the_needle_stands_at_its_depth_in_a_book(tmp_path) -> None:
         place = 100 * body.index(sample.questions[0].answers[0]) / len(body)
         assert abs(place - sample.metadata["depth"]) < 5
         assert sample.metadata["haystack"] == "book.txt"
+
+
+def test_a_text_without_sentences_has_no_depths(tmp_path) -> None:
+    """All needles would stand at its beginning."""
+    (tmp_path / "words.txt").write_text("word " * 4000)
+    with pytest.raises(KvfoldError, match=r"words\.txt has 4,000 words to a sentence: needles are"):
+        made("needle_paraphrased", haystack=tmp_path / "words.txt")
 
 
 @pytest.mark.parametrize("depths", [5, 10, 11])

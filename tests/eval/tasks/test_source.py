@@ -4,6 +4,7 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,14 @@ def test_a_byte_order_mark_is_no_part_of_rows_and_texts(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("It rained.", encoding="utf-8-sig")
     assert source.text(tmp_path) == "It rained.\nIt rained."
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("absent")])
+def test_what_is_named_as_a_text_and_is_none_is_refused(make, tmp_path):
+    (tmp_path / "a.txt").write_text("One. Two.")
+    make(tmp_path / "b.txt")
+    with pytest.raises(KvfoldError, match=r"there is no text at .*b\.txt$"):
+        source.text(tmp_path)
 
 
 def test_a_folder_holds_a_file_per_task(tmp_path):
