@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from kvfold.checks.engines.check import check_engine
+from kvfold.checks.engines.page import verdict
 from kvfold.checks.engines.questions import ChatQuestion
 from kvfold.checks.engines.reference import EndpointReference
 from kvfold.checks.engines.result import AgreementLimits, CheckedEndpoint, EngineCheckResult
 from kvfold.checks.engines.tokens import TopTokens
+from kvfold.checks.result import EVERYTHING, GroupBound
 from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.stub_endpoint import completion, served
 
@@ -71,14 +73,27 @@ def test_agreement_and_the_lower_bound_are_those_by_hand(prompts: Path, tmp_path
     assert "number 7" not in (out / "check.json").read_text()
 
 
-def test_tokens_that_are_no_text_count_as_different_and_are_said_to_differ() -> None:
+@pytest.fixture
+def without_text() -> EngineCheckResult:
+    """A check of an endpoint whose tokens are no text."""
     endpoint = Mock(url="u", model="m", top=1)
     endpoint.top_tokens.return_value = TopTokens({}, None, 7)
     told = CheckedEndpoint(url="u", model="m", top=1)
     questions = [ChatQuestion(f"{n}", ({"role": "user", "content": f"{n}"},), None) for n in "ab"]
-    limits = AgreementLimits()
-    found = check_engine(endpoint, EndpointReference(endpoint), told, questions, limits)
+    return check_engine(endpoint, EndpointReference(endpoint), told, questions, AgreementLimits())
+
+
+def test_tokens_that_are_no_text_count_as_different_and_are_said_to_differ(
+    without_text: EngineCheckResult,
+) -> None:
+    found = without_text
     assert found.agreement.value == 0 and found.kl_at_least_max == 0 and found.notes == ()
+
+
+def test_a_bound_is_shown_rounded_up(without_text: EngineCheckResult) -> None:
+    groups = {EVERYTHING: GroupBound(prompts=60, loss=0.0, bound=0.0401)}
+    certified = without_text.model_copy(update={"certified": True, "groups": groups})
+    assert verdict(certified).endswith("at most 4.1% (measured 0.0% on 60 prompts)")
 
 
 @pytest.mark.slow

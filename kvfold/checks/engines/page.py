@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from kvfold.checks.engines.result import CheckedEndpoint, EngineCheckResult
@@ -30,12 +31,17 @@ def verdict(result: EngineCheckResult) -> str:
     if not result.certified:
         return f"no certificate: {result.reason}"
     groups = "; ".join(
-        f"{'' if name == EVERYTHING else f'{name}: '}at most {group.bound:.1%} "
+        f"{'' if name == EVERYTHING else f'{name}: '}at most {_rounded_up(group.bound):.1%} "
         f"(measured {group.loss:.1%} on {group.prompts} prompts)"
         for name, group in result.groups.items()
     )
     sure = confidence(result.limits.error)
     return f"certified by agreement, with {sure} confidence: other first tokens {groups}"
+
+
+def _rounded_up(bound: float) -> float:
+    """An upper bound as a part of 1, of whole thousandths: shown smaller, it would not hold."""
+    return min(1.0, math.ceil(bound * 1000) / 1000)
 
 
 def page(result: EngineCheckResult) -> str:
