@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError, UnsupportedModel
 from kvfold.generation.static import captured
 from kvfold.hf.versions import CACHE
+from kvfold.kernels import planned
 from tests.helpers.budgets import NAMED, compressed
 from tests.helpers.captured import NoHost, watching
 from tests.helpers.compiled import (
@@ -68,6 +70,22 @@ def test_replays_move_nothing_wait_for_nothing_and_give_the_eager_tokens(
     check_same(*caches, atol=2**-8 if "quant" in spec else 1e-5)
     assert watch.steps.count("replay") + watch.steps.count("warm") == 100
     assert watch.steps.count("replay") > 80
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("spec", STATIC)
+def test_the_kernels_of_a_gpu_move_nothing_and_wait_for_nothing(
+    model, spec, interpreted, monkeypatch
+):
+    plan_for = Mock(wraps=planned.plan_for)
+    monkeypatch.setattr(planned, "plan_for", plan_for)
+    watch = watching(monkeypatch)
+    outs, caches = both(model, spec, ALONE, do_sample=False, max_new_tokens=5)
+    assert torch.equal(*outs)
+    check_same(*caches)
+    # Layers that evict at every step note their weights: torch attends, as it does to think's keys.
+    assert plan_for.called != (spec in HOLDING or spec.startswith("think"))
+    assert watch.steps.count("replay") > 1
 
 
 @pytest.mark.whole
