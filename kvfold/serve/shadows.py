@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class Shadows:
     """The share of answers that is compared, by `loss`, in a thread of its own.
 
-    `test` asks whether the mean clipped loss is within the tolerance; it says so in the log, once,
-    when it is not. `skipped` counts by reason.
+    `test` asks whether the mean clipped loss is within the tolerance; the log says so, once, when
+    it is not, and when memory first prevents a comparison. `skipped` counts by reason.
     """
 
     def __init__(
@@ -99,6 +99,11 @@ class Shadows:
         """Counts a sampled request that is not compared, for one of `REASONS`."""
         with self._changed:
             self.skipped[reason] += 1
+            if reason == "memory" and self.skipped[reason] == 1:
+                log.warning(
+                    "an answer was not compared: a full cache did not fit beside the contexts, and "
+                    "while it does not, nobody watches the certificate: give the server more memory"
+                )
 
     def close(self) -> None:
         """Gives up what is being compared, and drops what waits."""
