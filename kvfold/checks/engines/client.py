@@ -21,6 +21,8 @@ PATIENCE = 600  # seconds for an answer, of which a long prompt may take most
 LONGEST = 1 << 24  # bytes of an answer
 ASKED = (20, 10, 5, 1)  # likeliest tokens; most engines allow 20
 REFUSED = (400, 422)  # status of a request with more log probabilities than are allowed
+BUSY = (429, 503)  # status of an endpoint that will answer later
+WAITS = (1, 2, 4, 8)  # seconds before a busy one is asked again
 SHOWN = 200  # characters of an endpoint's message
 KEY, REFERENCE_KEY = "OPENAI_API_KEY", "REFERENCE_API_KEY"  # environment variables
 
@@ -138,6 +140,18 @@ def _model(url: str, key: str | None, wanted: str | None) -> str:
 
 
 def _answer(url: str, key: str | None, body: Mapping[str, Any] | None = None) -> Any:
+    """As `_first_answer`, which is asked for again where the endpoint is busy."""
+    for wait in WAITS:
+        try:
+            return _first_answer(url, key, body)
+        except EndpointRefusal as refusal:
+            if refusal.status not in BUSY:
+                raise
+        time.sleep(wait)
+    return _first_answer(url, key, body)
+
+
+def _first_answer(url: str, key: str | None, body: Mapping[str, Any] | None) -> Any:
     """The JSON of an answer; raises KvfoldError where none comes, EndpointRefusal for an error."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})

@@ -84,6 +84,28 @@ def test_what_is_no_address_is_one_line(given: str) -> None:
         split_address(given)
 
 
+def test_a_busy_endpoint_is_asked_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer(BytesIO):
+        length = None
+
+    def busy(status: int) -> HTTPError:
+        return HTTPError("http://a", status, "no", Message(), BytesIO())
+
+    waited: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", waited.append)
+    answers = [busy(503), busy(429), Answer(b"{}")]
+    with patch("urllib.request.OpenerDirector.open", side_effect=answers):
+        assert client._answer("http://a", None) == {}
+    assert waited == [1, 2]
+    always = [busy(429) for _ in range(5)]
+    with (
+        patch("urllib.request.OpenerDirector.open", side_effect=always),
+        pytest.raises(KvfoldError, match="answers 429: no"),
+    ):
+        client._answer("http://a", None)
+    assert waited == [1, 2, 1, 2, 4, 8]
+
+
 def test_an_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
         length = None
