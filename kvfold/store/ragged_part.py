@@ -232,7 +232,7 @@ class Part:
         stored = sum(self.alive) * self.tail.rows.shape[-1] * self.tail.rows.element_size()
         slack = room + used - stored
         encoded = [] if self.encoded is None else self.encoded.tensors()
-        return stored + _uncounted(encoded, counted), slack
+        return stored + uncounted(encoded, counted), slack
 
     def cold_bytes(self) -> ColdBytes:
         """Bytes of cold entries, beside those of `nbytes`."""
@@ -247,7 +247,7 @@ class Part:
             own = slice(first, first + heads)
             encoded = [each for views in of_segments[own] for each in views]
             tail = self.tail.nbytes_alone(min(self.gaps[own]))
-            found.append(tail + _uncounted(encoded, counted))
+            found.append(tail + uncounted(encoded, counted))
         return found
 
 
@@ -263,7 +263,7 @@ def _views(encoded: Encoded) -> list[tuple[Tensor, ...]]:
     return list(zip(*views, strict=True))
 
 
-def _uncounted(tensors: Iterable[Tensor], counted: set[int]) -> int:
+def uncounted(tensors: Iterable[Tensor], counted: set[int]) -> int:
     """Bytes of the tensors whose addresses are not in `counted`, to which they are added."""
     found = 0
     for tensor in tensors:

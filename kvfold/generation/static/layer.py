@@ -16,6 +16,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.hf.attention import logit_options
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.single_query import attend_to_buffers
+from kvfold.store.ragged_part import uncounted
 
 
 class StaticLayer(CacheLayerMixin):
@@ -126,7 +127,7 @@ class StaticBuffers(StaticLayer):
         layer.state.stored().crop(0)  # gives back unused room
 
     def nbytes(self, counted: set[int]) -> int:
-        return sum(held.nbytes for held in self._held())
+        return uncounted(self._held(), counted)
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Columns of the logical sequence, as a tensor."""

@@ -12,6 +12,7 @@ from kvfold.cache.state import LayerState
 from kvfold.generation.static.layer import StaticLayer
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.ragged import attend_to_room
+from kvfold.store.ragged_part import uncounted
 
 
 class StaticSegments(StaticLayer):
@@ -62,10 +63,11 @@ class StaticSegments(StaticLayer):
             encode_due(state, decoding=True)
 
     def nbytes(self, counted: set[int]) -> int:
-        encoded = [part.encoded for part in (self.stored.keys, self.stored.values)]
-        held = [each for part in encoded if part is not None for each in part.tensors()]
-        held += [self.stored.keys.tail, self.stored.values.tail, self.visible]
-        return sum(tensor.nbytes for tensor in held)
+        held = [self.visible]
+        for part in (self.stored.keys, self.stored.values, self.stored.bias):
+            if part is not None:
+                held += [part.tail, *(() if part.encoded is None else part.encoded.tensors())]
+        return uncounted(held, counted)
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Columns of the logical sequence, as a tensor."""
