@@ -15,7 +15,6 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError, UnsupportedModel
 from kvfold.generation.static import captured
 from kvfold.hf.versions import CACHE
-from kvfold.kernels import planned
 from tests.helpers.budgets import NAMED, compressed
 from tests.helpers.captured import NoHost, watching
 from tests.helpers.compiled import (
@@ -77,6 +76,7 @@ def test_replays_move_nothing_wait_for_nothing_and_give_the_eager_tokens(
 def test_the_kernels_of_a_gpu_move_nothing_and_wait_for_nothing(
     model, spec, interpreted, monkeypatch
 ):
+    planned = pytest.importorskip("kvfold.kernels.planned")  # which needs Triton
     plan_for = Mock(wraps=planned.plan_for)
     monkeypatch.setattr(planned, "plan_for", plan_for)
     watch = watching(monkeypatch)
