@@ -243,9 +243,11 @@ class CheckInputs:
     def digest(self) -> str:
         """Hash of all prompts and their groups, attacks included."""
         attacks = [each.prompt.digest for batch in self.attacks for each in batch]
-        groups = ["" if each.group is None else f" {each.group!r}" for each in self.prompts]
-        said = [f"{p.digest}{group}" for p, group in zip(self.prompts, groups, strict=True)]
-        return sha256(" ".join([*said, *attacks]))
+        prompts = [
+            each.digest if each.group is None else f"{each.digest} {each.group!r}"
+            for each in self.prompts
+        ]
+        return sha256(" ".join([*prompts, *attacks]))
 
     @property
     def tokens(self) -> tuple[int, int]:

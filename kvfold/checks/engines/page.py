@@ -41,7 +41,7 @@ def verdict(result: EngineCheckResult) -> str:
 
 def _rounded_up(bound: float) -> float:
     """An upper bound as a part of 1, of whole thousandths: shown smaller, it would not hold."""
-    return min(1.0, math.ceil(bound * 1000) / 1000)
+    return math.ceil(bound * 1000) / 1000
 
 
 def page(result: EngineCheckResult) -> str:

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <functional>
 #include <type_traits>
 #include <utility>
 #include <vector>

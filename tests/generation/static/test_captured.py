@@ -15,7 +15,7 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError, UnsupportedModel
 from kvfold.generation.static import captured
 from kvfold.hf.versions import CACHE
-from tests.helpers.budgets import NAMED, compressed
+from tests.helpers.budgets import NAMED, SMALL, compressed
 from tests.helpers.captured import NoHost, watching
 from tests.helpers.compiled import (
     ALONE,
@@ -42,10 +42,12 @@ def model():
     return small("llama")
 
 
-def both(model: Any, spec: str, lengths: tuple[int, ...], **options: Any) -> Any:
+def both(
+    model: Any, spec: str, lengths: tuple[int, ...], budget: float | str = SMALL, **options: Any
+) -> Any:
     """Outputs and caches of the same prompts, eager and captured."""
     ids, mask = prompts(lengths)
-    caches = compressed(model, spec), compressed(model, spec)
+    caches = compressed(model, spec, budget), compressed(model, spec, budget)
     outs = [
         kvfold.generate(model, ids, cache=cache, attention_mask=mask, **how, **options)
         for cache, how in zip(caches, ({}, {"capture": True}), strict=True)
@@ -119,14 +121,7 @@ def test_layers_that_are_not_full_yet_are_made_anew_until_they_are(model, spec, 
     """A budget above the prompt: nothing has left when the first buckets are full."""
     monkeypatch.setattr(captured, "BUCKET", 7)
     watch = watching(monkeypatch)
-    ids, mask = prompts(PADDED)
-    caches = compressed(model, spec, 80), compressed(model, spec, 80)
-    outs = [
-        kvfold.generate(
-            model, ids, cache=cache, attention_mask=mask, max_new_tokens=40, do_sample=False, **how
-        )
-        for cache, how in zip(caches, ({}, {"capture": True}), strict=True)
-    ]
+    outs, caches = both(model, spec, PADDED, budget=80, do_sample=False, max_new_tokens=40)
     assert torch.equal(*outs)
     check_same(*caches)
     assert watch.steps.count("warm") == 4  # at 64, 71, 78 and 80 or more entries
