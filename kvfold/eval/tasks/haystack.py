@@ -8,12 +8,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import ruler_wording, source
 from kvfold.eval.tasks.base import SampleRequest
 from kvfold.eval.tasks.ruler_niah import split
-
-LONGEST = 200  # words of a sentence, in the mean
 
 
 @dataclass(frozen=True)
@@ -27,20 +24,14 @@ class Haystack:
     def of(cls, request: SampleRequest) -> Haystack:
         """The haystack of a request, RULER's noise by default.
 
-        Raises KvfoldError if it cannot be read, or has no sentences to hide needles between: all
-        would stand at its beginning, whatever their depths.
+        Raises KvfoldError if it cannot be read, or has no sentences to hide needles between.
         """
         path = source.haystack(request)
         if path is None:
             return cls(ruler_wording.NO_ESSAYS, split(" ".join(ruler_wording.NOISE)))
-        found = cls(source.name_of(path), split(source.text(path)))
-        mean = sum(len(one.split()) for one in found.sentences) / len(found.sentences)
-        if mean > LONGEST:
-            raise KvfoldError(
-                f"{path} has {mean:,.0f} words to a sentence: needles are hidden between "
-                'sentences, so give a text whose sentences end in ".", "!" or "?"'
-            )
-        return found
+        sentences = split(source.text(path))
+        source.refuse_without_sentences(path, sentences)
+        return cls(source.name_of(path), sentences)
 
     def words(self, rng: random.Random) -> list[str]:
         """All words from a random sentence on; the sentences before it follow at the end."""

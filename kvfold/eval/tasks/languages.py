@@ -62,8 +62,9 @@ LANGUAGES = {
 def text_of(code: str, request: SampleRequest) -> tuple[str, list[str]]:
     """Name and sentences of a language's haystack.
 
-    Raises KvfoldError if the folder of haystacks has none in this language, or it cannot be read or
-    is shorter than a sample: RULER repeats a short text, which is easier to compress.
+    Raises KvfoldError if the folder of haystacks has none in this language, or it cannot be read,
+    has no sentences, or is shorter than a sample: RULER repeats a short text, which is easier to
+    compress.
     """
     path = source.haystack(request)
     if path is None:
@@ -79,7 +80,9 @@ def text_of(code: str, request: SampleRequest) -> tuple[str, list[str]]:
             f"{path} has {tokens} tokens, fewer than a sample of {request.length}: give a longer "
             "text, or a shorter length"
         )
-    return path.name, sentences(text)
+    every = sentences(text)
+    source.refuse_without_sentences(path, every)
+    return path.name, every
 
 
 def sentences(text: str) -> list[str]:

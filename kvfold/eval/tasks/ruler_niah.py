@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from kvfold.eval.tasks import ruler, source
@@ -34,6 +35,13 @@ class Essay(NamedTuple):
 
     name: str
     words: list[str]
+
+    @classmethod
+    def of(cls, path: Path) -> Essay:
+        """The essays at `path`; raises KvfoldError if there are none, or none with sentences."""
+        text = source.text(path)
+        source.refuse_without_sentences(path, split(text))
+        return cls(source.name_of(path), text.split())
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def split(text: str) -> list[str]:
 
 def _generate(name: str, needles: NeedleTask, request: SampleRequest) -> Iterator[TaskSample]:
     path = source.haystack(request)
-    essay = Essay(source.name_of(path), source.text(path).split()) if path else None
+    essay = Essay.of(path) if path else None
     build = partial(needles.build, f"ruler_{name}", essay, Vocabulary.of(request.words))
     return fitted(request, name, build, LEAST[needles.haystack])
 

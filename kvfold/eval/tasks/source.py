@@ -33,6 +33,8 @@ class DatasetRow(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
 
+LONGEST = 1200  # characters of a sentence, in the mean
+
 AnyRow = TypeVar("AnyRow", bound=DatasetRow)
 
 # Errors of a conversion whose row has other types than the published ones, or literals nested too
@@ -220,6 +222,19 @@ def text(path: Path) -> str:
     if not found.strip():
         raise KvfoldError(f"the text at {path} is empty")
     return found
+
+
+def refuse_without_sentences(path: Path, sentences: list[str]) -> None:
+    """Raises KvfoldError for a text without them: needles are hidden between sentences.
+
+    All would stand at its beginning, whatever their depths.
+    """
+    mean = sum(map(len, sentences)) / len(sentences)
+    if mean > LONGEST:
+        raise KvfoldError(
+            f"{path} has {mean:,.0f} characters to a sentence: needles are hidden between "
+            'sentences, so give a text whose sentences end in ".", "!", "?" or "。"'
+        )
 
 
 class TaskPrompt(NamedTuple):

@@ -65,11 +65,12 @@ def test_the_needle_stands_at_its_depth_in_a_book(tmp_path) -> None:
         assert sample.metadata["haystack"] == "book.txt"
 
 
-def test_a_text_without_sentences_has_no_depths(tmp_path) -> None:
+@pytest.mark.parametrize("task", ["needle_paraphrased", "needle_de", "ruler_niah_single_2"])
+def test_a_text_without_sentences_has_no_depths(tmp_path, task) -> None:
     """All needles would stand at its beginning."""
     (tmp_path / "words.txt").write_text("word " * 4000)
-    with pytest.raises(KvfoldError, match=r"words\.txt has 4,000 words to a sentence: needles are"):
-        made("needle_paraphrased", haystack=tmp_path / "words.txt")
+    with pytest.raises(KvfoldError, match=r"words\.txt has 19,999 characters to a sentence"):
+        made(task, haystack=tmp_path / "words.txt")
 
 
 @pytest.mark.parametrize("depths", [5, 10, 11])
