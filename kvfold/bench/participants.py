@@ -253,7 +253,7 @@ class CompiledParticipant(MethodParticipant):
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
-        check_steps(self.model, self.cache, "compile=True")
+        check_steps(self.model, self.cache, "compile=True", self.model.generation_config)
         self.graph_cache: GraphCache | None = None
         self.compiled_step = compiled_step(self.model, compile_config(None))
 

@@ -182,10 +182,8 @@ def check_graph(
     option = "compile=True" if how.compile else "capture=True"
     if is_assisted(options):
         raise KvfoldError(f"{option} does not go with assisted decoding: choose one of them")
-    if settings.disable_compile:  # transformers calls the model itself
-        raise KvfoldError(f"{option} does not go with disable_compile=True: choose one of them")
     if how.compile:
-        check_steps(model, cache, option, settings.num_beams or 1)
+        check_steps(model, cache, option, settings)
     else:
         check_captured(model, cache, settings)
 

@@ -26,7 +26,7 @@ from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
-from kvfold.generation.static.captured import check_capturable
+from kvfold.generation.static.captured import check_captured
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.identity import check_identifiable
 from kvfold.hf.models import read_tokens
@@ -102,7 +102,7 @@ class Engine(ServedModel):
         budget = settings.budget if method.takes_budget else None
         cache = CompressedCache(model, method, budget, tokenizer=tokenizer)
         if settings.capture:
-            check_capturable(model, cache)
+            check_captured(model, cache, model.generation_config)
         if settings.codec is not None:
             Coding.of(settings.codec, model)
         super().__init__(name, model, tokenizer, settings)

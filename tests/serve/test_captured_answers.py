@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvfold
-from kvfold.errors import UnsupportedModel
+from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.static.captured import CapturedStep
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.models import build
@@ -48,5 +48,16 @@ def test_a_model_whose_steps_cannot_be_captured_is_refused_at_the_start() -> Non
     with (
         pytest.raises(UnsupportedModel, match="capture=True needs a model all of whose layers"),
         running(build("gemma3"), word_tokenizer(), capture=True),
+    ):
+        pass
+
+
+def test_settings_of_the_model_that_forbid_graphs_are_refused_at_the_start() -> None:
+    """Not at each request."""
+    model = build("llama")
+    model.generation_config.disable_compile = True
+    with (
+        pytest.raises(KvfoldError, match="capture=True does not go with disable_compile=True"),
+        running(model, word_tokenizer(), capture=True),
     ):
         pass

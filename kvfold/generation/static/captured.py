@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.cache.cache import CompressedCache
@@ -132,16 +132,13 @@ def decode_captured(new: int, model: PreTrainedModel, **options: Any) -> Any:
     return out
 
 
-def check_captured(model: PreTrainedModel, cache: CompressedCache, settings: Any) -> None:
-    """Raises KvfoldError or UnsupportedModel for a call whose steps cannot be captured."""
-    check_capturable(model, cache, settings.num_beams or 1)
+def check_captured(
+    model: PreTrainedModel, cache: CompressedCache, settings: GenerationConfig
+) -> None:
+    """Raises KvfoldError or UnsupportedModel for steps that cannot be captured."""
+    check_steps(model, cache, "capture=True", settings)
     if settings.compile_config is not None:
         raise KvfoldError("capture=True compiles nothing: leave compile_config out")
-
-
-def check_capturable(model: PreTrainedModel, cache: CompressedCache, beams: int = 1) -> None:
-    """Raises KvfoldError or UnsupportedModel where no call can capture its steps."""
-    check_steps(model, cache, "capture=True", beams)
     name = type(model).__name__
     reason = reads_host(cache.method.stages())
     if reason is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.attention import handshake
@@ -168,12 +168,14 @@ def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
 
 
 def check_steps(
-    model: PreTrainedModel, cache: CompressedCache, option: str, beams: int = 1
+    model: PreTrainedModel, cache: CompressedCache, option: str, settings: GenerationConfig
 ) -> None:
     """Raises KvfoldError or UnsupportedModel if a graph cannot do the work of each step.
 
     `option` asked for the graph, and is named.
     """
+    if settings.disable_compile:  # transformers calls the model itself
+        raise KvfoldError(f"{option} does not go with disable_compile=True: choose one of them")
     name = option.removesuffix("=True")
     reason = step_beyond_graphs(cache.method.stages(), cache.states[0].observers)
     if reason is not None:
@@ -194,7 +196,7 @@ def check_steps(
     reason = not_compiled_because(model)
     if reason is not None:
         raise UnsupportedModel(f"{option} cannot be used as {kind} {reason}: leave {name} out")
-    if beams > 1:
+    if (settings.num_beams or 1) > 1:
         raise KvfoldError(f"{option} is for greedy decoding and sampling, not for beams")
 
 
