@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <utility>
+#include <memory>
 #include <vector>
 
 #include "vectors.h"
@@ -15,10 +15,11 @@ namespace {
 constexpr int64_t HEIGHT = 6;                // rows whose sums stay in registers,
 constexpr int VECTORS = WIDE == 16 ? 4 : 2;  // with as many vectors each
 constexpr int64_t PANEL = VECTORS * WIDE;    // keys that lie together
-constexpr int64_t ROWS = 4 * HEIGHT;         // queries of a block, if a group has no more
+constexpr int64_t ROWS = 4 * HEIGHT;         // that keep their weights of all observed entries
+constexpr int64_t TIMES = 8;                 // of so many rows share a tile of the other entries,
+constexpr int64_t TILE = 4 * PANEL;          // which is as long, and is read from memory once
 constexpr int64_t DEPTH = 128;               // values that are added at a time
 constexpr int64_t SPANS = 8;                 // of a head's queries: no result depends on threads
-constexpr float FAR = 30;  // logits below a row's highest, where weights lose what tells them apart
 
 enum Kind : int64_t { SUMS, SQUARES, MAXIMA, MEAN_SQUARES };
 
@@ -73,27 +74,39 @@ struct Observed {
     const float *row_weights, *column_weights;
 };
 
-using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+// Entries of a batch's row that are shown, in their order: those that are observed, or the others.
+struct Entries {
+    std::vector<int64_t> places, before;  // before: how many there are before each of the row's
 
-// Ranges of a row's entries that both masks have; null: all.
-Ranges ranges_of(const uint8_t* one, const uint8_t* other, int64_t count) {
-    const auto there = [&](int64_t i) { return (!one || one[i]) && (!other || other[i]); };
-    Ranges found;
-    for (int64_t i = 0; i < count; i++) {
-        if (!there(i)) continue;
-        const int64_t first = i;
-        while (i < count && there(i)) i++;
-        found.push_back({first, i});
+    Entries(const uint8_t* shown, const uint8_t* scored, bool observed, int64_t stored) {
+        for (int64_t i = 0; i < stored; i++) {
+            before.push_back(places.size());
+            if ((!shown || shown[i]) && (!scored || scored[i]) == observed) places.push_back(i);
+        }
+        before.push_back(places.size());
     }
-    return found;
-}
 
-// Calls `part` with the ranges' parts before `end`.
-template <typename Part>
-void before(const Ranges& ranges, int64_t end, Part part) {
-    for (const auto& [first, last] : ranges)
-        if (first < end) part(first, std::min(last, end));
-}
+    int64_t count() const { return places.size(); }
+};
+
+// A head's entries: keys, PANEL side by side with zeros behind the last one, and values.
+struct Packed {
+    const Entries& entries;
+    std::vector<float> panels, values;
+
+    Packed(const Entries& entries, const Heads& key, const Heads& value, int64_t row, int64_t head,
+           const Sizes& sizes)
+        : entries(entries), panels(up_to(entries.count(), PANEL) * sizes.size),
+          values(entries.count() * sizes.value_size) {
+        for (int64_t i = 0; i < entries.count(); i++) {
+            float* panel = &panels[i / PANEL * PANEL * sizes.size + i % PANEL];
+            const float* from = key.at(row, head, entries.places[i]);
+            for (int64_t d = 0; d < sizes.size; d++) panel[d * PANEL] = from[d];
+            std::copy_n(value.at(row, head, entries.places[i]), sizes.value_size,
+                        &values[i * sizes.value_size]);
+        }
+    }
+};
 
 // Raises numbers to those of a row times a factor, and times other factors if there are any.
 void raise(const float* row, int64_t count, float factor, const float* others, float* into) {
@@ -115,211 +128,233 @@ void add_squares(const float* row, int64_t count, float factor, const float* oth
     }
 }
 
-// One head's queries of a span, block by block.
-class Span {
-    const Sizes& sizes;
-    const Observed& seen_by;
-    const int64_t row, head, tokens, step;
-    const uint8_t* shown;
-    Ranges ranges, shown_ranges;
-    std::vector<float> asked, weights, apart, mixed, sums, squares, of_group;
-    std::vector<float> shares, factors;
-    std::vector<const float*> received;
+// What observed entries receive of a span's queries, each as many as there are of them.
+struct Received {
+    float *first, *second;
+};
 
-  public:
-    Span(const Sizes& sizes, const Observed& seen_by, int64_t row, int64_t head)
-        : sizes(sizes), seen_by(seen_by), row(row), head(head),
-          shown(seen_by.shown ? seen_by.shown + row * sizes.stored : nullptr), tokens(std::max(int64_t(1), ROWS / sizes.groups)),
-          step(up_to(sizes.stored, PANEL) + WIDE), asked(rows() * sizes.size),
-          weights(rows() * step), mixed(rows() * sizes.value_size), sums(sizes.stored),
-          squares(sizes.stored), of_group(sizes.stored), shares(rows()), factors(sizes.groups),
-          received(sizes.groups) {
-        shown_ranges = ranges_of(shown, nullptr, sizes.stored);
-        if (seen_by.scored)
-            ranges = ranges_of(shown, seen_by.scored + row * sizes.stored, sizes.stored);
+// A head's entries, and what the observed ones receive of each span.
+struct Head {
+    const int64_t row, head;
+    const Packed observed, others;
+    std::vector<float> first, second;
+
+    Head(int64_t row, int64_t head, const Entries& observed, const Entries& others,
+         const Heads& key, const Heads& value, const Sizes& sizes)
+        : row(row), head(head), observed(observed, key, value, row, head, sizes),
+          others(others, key, value, row, head, sizes), first(SPANS * observed.count()),
+          second(first.size()) {}
+
+    Received of_span(int64_t part) {
+        const int64_t at = part * observed.entries.count();
+        return {first.data() + at, second.data() + at};
     }
 
-    // Attends from queries `first` to `last`; adds what entries receive to `into` and `beside` [T].
-    void run(const Heads& query, const float* panels, const Heads& value, float scale, int64_t first,
-             int64_t last, float* out, float* into, float* beside) {
-        for (int64_t begin = first; begin < last; begin += tokens) {
-            const int64_t end = std::min(last, begin + tokens);
-            const int64_t seen = sizes.stored - sizes.queries + end;
-            const int64_t own = up_to((end - begin) * sizes.groups, HEIGHT);
-            ask(query, scale, begin, end, own);
-            for (int64_t column = 0; column < seen; column += PANEL)
-                for (int64_t i = 0; i < own; i += HEIGHT)
-                    multiply<VECTORS>(&asked[i * sizes.size], sizes.size,
-                                      panels + column * sizes.size, PANEL, sizes.size,
-                                      &weights[i * step + column], step, false);
-            std::fill_n(sums.begin(), seen, 0.0f);
-            std::fill_n(squares.begin(), seen, 0.0f);
-            for (int64_t token = begin; token < end; token++) weigh(token, begin, seen);
-            gather(seen, into, beside);
-            mix(value, seen, own);
-            for (int64_t token = begin; token < end; token++) give(token, begin, out);
-        }
-    }
-
-  private:
-    int64_t rows() const { return up_to(tokens * sizes.groups, HEIGHT); }
-
-    // Queries token by token, the heads of a group together, then zeros.
-    void ask(const Heads& query, float scale, int64_t begin, int64_t end, int64_t own) {
-        float* into = asked.data();
-        for (int64_t token = begin; token < end; token++)
-            for (int64_t g = 0; g < sizes.groups; g++, into += sizes.size) {
-                const float* from = query.at(row, head * sizes.groups + g, token);
-                for (int64_t d = 0; d < sizes.size; d++) into[d] = from[d] * scale;
-            }
-        std::fill(into, asked.data() + own * sizes.size, 0.0f);
-    }
-
-    // Softmax of a token's rows, and what entries receive of them.
-    void weigh(int64_t token, int64_t begin, int64_t seen) {
-        const int64_t visible = sizes.stored - sizes.queries + token + 1;
-        const bool real = !shown || shown[visible - 1];
-        const bool counts =
-            real && (!seen_by.counted || seen_by.counted[row * sizes.queries + token]);
-        const float weight =
-            seen_by.row_weights ? seen_by.row_weights[row * sizes.queries + token] : 1.0f;
-        for (int64_t g = 0; g < sizes.groups; g++) {
-            const int64_t at = (token - begin) * sizes.groups + g;
-            float *own = &weights[at * step], share = 0, most = NOTHING, total = 0;
-            received[g] = own;
-            shares[at] = factors[g] = 0;
-            if (!real) {
-                std::fill_n(own, seen, 0.0f);
-                continue;
-            }
-            before(shown_ranges, visible, [&](int64_t first, int64_t last) {
-                most = most_of(own + first, last - first, most);
-            });
-            if (counts && seen_by.scored) share = far_below(own, visible, most, g);
-            int64_t hidden = 0;
-            before(shown_ranges, visible, [&](int64_t first, int64_t last) {
-                std::fill(own + hidden, own + first, 0.0f);
-                total += exponentials(own + first, last - first, most, own + first);
-                hidden = last;
-            });
-            std::fill(own + hidden, own + seen, 0.0f);
-            shares[at] = 1 / total;
-            if (!seen_by.scored)
-                share = total;
-            else if (counts && received[g] == own)
-                share = share_of(own, visible);
-            factors[g] = counts && share > 0 ? weight / share : 0.0f;
-        }
-        if (counts) observe(visible);
-    }
-
-    // Sum of the scored weights of a row.
-    float share_of(const float* own, int64_t visible) const {
-        float share = 0;
-        before(ranges, visible, [&](int64_t first, int64_t last) {
-            float part = 0;
-#pragma omp simd reduction(+ : part)
-            for (int64_t i = first; i < last; i++) part += own[i];
-            share += part;
-        });
-        return share;
-    }
-
-    // Where scored logits are all far below a row's highest, their weights and these weights' sum.
-    float far_below(const float* own, int64_t visible, float most, int64_t g) {
-        float of_scored = NOTHING, share = 0;
-        before(ranges, visible, [&](int64_t first, int64_t last) {
-            of_scored = most_of(own + first, last - first, of_scored);
-        });
-        if (!(of_scored < most - FAR) || of_scored == NOTHING) return 0;
-        apart.resize(sizes.groups * step);
-        before(ranges, visible, [&](int64_t first, int64_t last) {
-            share += exponentials(own + first, last - first, of_scored, &apart[g * step + first]);
-        });
-        received[g] = &apart[g * step];
-        return share;
-    }
-
-    // Adds a token's weights to the block's sums, or raises these.
-    void observe(int64_t visible) {
-        if (!seen_by.scored) {
-            observe_all(visible);
-            return;
-        }
-        const auto add = seen_by.kind == MAXIMA ? raise : add_squares;
-        for (int64_t g = 0; g < sizes.groups; g++) {
-            const int64_t query_head = (row * sizes.heads + head) * sizes.groups + g;
-            const float* others = seen_by.column_weights;
-            if (others) others += query_head * sizes.stored;
-            before(ranges, visible, [&](int64_t first, int64_t last) {
-                add(received[g] + first, last - first, factors[g],
-                    others ? others + first : nullptr, &sums[first]);
-            });
-        }
-    }
-
-    void observe_all(int64_t visible) {
-        std::fill_n(of_group.begin(), visible, 0.0f);
-        float *group = of_group.data(), *into = sums.data(), *beside = squares.data();
-        for (int64_t g = 0; g < sizes.groups; g++) {
-            const float *own = received[g], factor = factors[g];
-#pragma omp simd
-            for (int64_t i = 0; i < visible; i++) group[i] += own[i] * factor;
-        }
-#pragma omp simd
-        for (int64_t i = 0; i < visible; i++) into[i] += group[i];
-        if (seen_by.kind == SQUARES)
-#pragma omp simd
-            for (int64_t i = 0; i < visible; i++) beside[i] += group[i] * group[i];
-    }
-
-    void gather(int64_t seen, float* into, float* beside) const {
-        if (seen_by.kind == MAXIMA)
-            raise(sums.data(), seen, 1, nullptr, into);
-        else
-            for (int64_t i = 0; i < seen; i++) into[i] += sums[i];
-        if (seen_by.kind == SQUARES)
-            for (int64_t i = 0; i < seen; i++) beside[i] += squares[i];
-    }
-
-    // Values of `seen` entries by the block's weights.
-    void mix(const Heads& value, int64_t seen, int64_t own) {
-        const int64_t size = sizes.value_size, row_step = value.steps[2];
-        for (int64_t first = 0; first < seen; first += DEPTH) {
-            const int64_t depth = std::min(DEPTH, seen - first);
-            const float* right = value.at(row, head, first);
-            for (int64_t i = 0; i < own; i += HEIGHT) {
-                const float* left = &weights[i * step + first];
-                float* into = &mixed[i * size];
-                int64_t j = 0;
-                for (; j + PANEL <= size; j += PANEL)
-                    multiply<VECTORS>(left, step, right + j, row_step, depth, into + j, size, first);
-                for (; j < size; j += WIDE)
-                    multiply<1>(left, step, right + j, row_step, depth, into + j, size, first);
-            }
-        }
-    }
-
-    // Outputs [B, S, Hq, Dv] of a token's rows.
-    void give(int64_t token, int64_t begin, float* out) const {
-        const int64_t size = sizes.value_size, groups = sizes.groups;
-        out += ((row * sizes.queries + token) * sizes.heads + head) * groups * size;
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t at = (token - begin) * groups + g;
-            for (int64_t j = 0; j < size; j++) out[g * size + j] = mixed[at * size + j] * shares[at];
+    // Of all spans, to their places of the head's entries.
+    void give(Kind kind, float* into, float* beside) const {
+        const std::vector<int64_t>& places = observed.entries.places;
+        for (size_t i = 0; i < first.size(); i++) {
+            float& sum = into[places[i % places.size()]];
+            sum = kind == MAXIMA ? std::max(sum, first[i]) : sum + first[i];
+            if (kind == SQUARES) beside[places[i % places.size()]] += second[i];
         }
     }
 };
 
-// A head's keys, PANEL side by side, with zeros behind the last one.
-void pack(const Heads& key, int64_t row, int64_t head, const Sizes& sizes, float* panels) {
-    for (int64_t first = 0; first < sizes.stored; first += PANEL, panels += PANEL * sizes.size)
-        for (int64_t i = 0; i < PANEL; i++) {
-            const bool there = first + i < sizes.stored;
-            const float* own = there ? key.at(row, head, first + i) : nullptr;
-            for (int64_t d = 0; d < sizes.size; d++) panels[d * PANEL + i] = there ? own[d] : 0.0f;
+// One head's queries of a span, block by block. A row's softmax goes on from tile to tile: the
+// first one is of all observed entries, which so have a softmax of their own.
+class Span {
+    const Sizes& sizes;
+    const Observed& seen_by;
+    const Packed &observed, &others;
+    // Tokens that share a pass over the observed entries, and over the others; rows of the few.
+    const int64_t row, head, few, many, height;
+    std::vector<float> asked, weights, mixed, most, total, factors, column_weights;
+    std::vector<float> sums, squares, of_group;
+
+  public:
+    Span(const Sizes& sizes, const Observed& seen_by, const Head& own)
+        : sizes(sizes), seen_by(seen_by), observed(own.observed), others(own.others), row(own.row),
+          head(own.head), few(std::max(int64_t(1), ROWS / sizes.groups)),
+          many(others.entries.count() ? TIMES * few : few),
+          height(up_to(few * sizes.groups, HEIGHT)), asked(place(many) * sizes.size),
+          weights(std::max(height * step_of(received()), place(many) * step_of(TILE))),
+          mixed(place(many) * sizes.value_size), most(place(many)), total(place(many)),
+          factors(sizes.groups), sums(received()), squares(received()), of_group(received()) {
+        if (!seen_by.column_weights) return;
+        for (int64_t g = 0; g < sizes.groups; g++) {
+            const int64_t query_head = (row * sizes.heads + head) * sizes.groups + g;
+            for (const int64_t i : observed.entries.places)
+                column_weights.push_back(seen_by.column_weights[query_head * sizes.stored + i]);
         }
-}
+    }
+
+    // Attends from queries `first` to `last`.
+    void run(const Heads& query, float scale, int64_t first, int64_t last, float* out,
+             Received into) {
+        for (int64_t begin = first; begin < last; begin += many) {
+            const int64_t end = std::min(last, begin + many);
+            ask(query, scale, begin, end);
+            for (int64_t token = begin; token < end; token += few) {
+                const int64_t until = std::min(end, token + few);
+                attend(observed, begin, token, until, 0, received());
+                gather(observed.entries.before[visible(until - 1)], into);
+            }
+            const int64_t seen = others.entries.before[visible(end - 1)];
+            for (int64_t tile = 0; tile < seen; tile += TILE)
+                attend(others, begin, begin, end, tile, tile + TILE);
+            give(begin, end, out);
+        }
+    }
+
+  private:
+    int64_t received() const { return observed.entries.count(); }
+
+    // Entries up to a token's own.
+    int64_t visible(int64_t token) const { return sizes.stored - sizes.queries + token + 1; }
+
+    // Row of a block's token: each `few` begin at a multiple of HEIGHT.
+    int64_t place(int64_t token) const { return token / few * height + token % few * sizes.groups; }
+
+    // From a row's weights of `count` entries to the next row's, which a cache keeps elsewhere.
+    static int64_t step_of(int64_t count) { return up_to(count, PANEL) + WIDE; }
+
+    // Queries token by token, the heads of a group together, between them zeros; no entry seen yet.
+    void ask(const Heads& query, float scale, int64_t begin, int64_t end) {
+        std::fill(asked.begin(), asked.end(), 0.0f);
+        std::fill(mixed.begin(), mixed.end(), 0.0f);
+        std::fill(most.begin(), most.end(), NOTHING);
+        std::fill(total.begin(), total.end(), 0.0f);
+        for (int64_t token = begin; token < end; token++)
+            for (int64_t g = 0; g < sizes.groups; g++) {
+                const float* from = query.at(row, head * sizes.groups + g, token);
+                float* into = &asked[(place(token - begin) + g) * sizes.size];
+                for (int64_t d = 0; d < sizes.size; d++) into[d] = from[d] * scale;
+            }
+    }
+
+    // Tokens `token` to `until` attend to entries `first` to `last`, as far as they see them.
+    void attend(const Packed& packed, int64_t begin, int64_t token, int64_t until, int64_t first,
+                int64_t last) {
+        last = std::min(last, packed.entries.before[visible(until - 1)]);
+        const int64_t at = place(token - begin), step = step_of(last - first);
+        const int64_t rows = up_to(place(until - 1 - begin) + sizes.groups - at, HEIGHT);
+        for (int64_t column = first; column < last; column += PANEL)
+            for (int64_t i = 0; i < rows; i += HEIGHT)
+                multiply<VECTORS>(&asked[(at + i) * sizes.size], sizes.size,
+                                  &packed.panels[column * sizes.size], PANEL, sizes.size,
+                                  &weights[i * step + column - first], step, false);
+        for (; token < until; token++) {
+            const int64_t own = place(token - begin);
+            const int64_t seen = packed.entries.before[visible(token)] - first;
+            const int64_t count = real(token) ? std::clamp(seen, int64_t(0), last - first) : 0;
+            float* rows_of_token = &weights[(own - at) * step];
+            for (int64_t g = 0; g < sizes.groups; g++) {
+                float* of_row = rows_of_token + g * step;
+                weigh(own + g, of_row, count);
+                std::fill(of_row + count, of_row + last - first, 0.0f);
+            }
+            if (&packed == &observed) observe(token, own, rows_of_token, step, count);
+        }
+        mix(packed, at, rows, step, first, last);
+    }
+
+    // Padding sees nothing and is not seen.
+    bool real(int64_t token) const {
+        const int64_t own = row * sizes.stored + visible(token) - 1;
+        return !seen_by.shown || seen_by.shown[own];
+    }
+
+    // Softmax goes on: logits of a row become weights beside those of the tiles before.
+    void weigh(int64_t at, float* own, int64_t count) {
+        const float highest = most_of(own, count, most[at]);
+        if (highest > most[at]) {
+            const float left = exponential(most[at] - highest);
+            float* mixture = &mixed[at * sizes.value_size];
+            for (int64_t j = 0; j < sizes.value_size; j++) mixture[j] *= left;
+            total[at] *= left;
+            most[at] = highest;
+        }
+        total[at] += exponentials(own, count, highest, own);
+    }
+
+    // Adds a token's weights to the sums of its block, or raises these. `own`: its first row.
+    void observe(int64_t token, int64_t own, const float* of_token, int64_t step, int64_t count) {
+        const int64_t at = row * sizes.queries + token;
+        if (seen_by.counted && !seen_by.counted[at]) return;
+        const float weight = seen_by.row_weights ? seen_by.row_weights[at] : 1.0f;
+        for (int64_t g = 0; g < sizes.groups; g++)
+            factors[g] = total[own + g] == 0 ? 0.0f : weight / total[own + g];
+        if (seen_by.kind == SUMS || seen_by.kind == SQUARES) {
+            add_groups(of_token, step, count);
+            return;
+        }
+        const auto add = seen_by.kind == MAXIMA ? raise : add_squares;
+        for (int64_t g = 0; g < sizes.groups; g++)
+            add(of_token + g * step, count, factors[g],
+                column_weights.empty() ? nullptr : &column_weights[g * received()], sums.data());
+    }
+
+    // Sums of a group's weights, and squares of these.
+    void add_groups(const float* of_token, int64_t step, int64_t count) {
+        std::fill_n(of_group.begin(), count, 0.0f);
+        float *group = of_group.data(), *into = sums.data(), *beside = squares.data();
+        for (int64_t g = 0; g < sizes.groups; g++) {
+            const float *own = of_token + g * step, factor = factors[g];
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) group[i] += own[i] * factor;
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) into[i] += group[i];
+        if (seen_by.kind == SQUARES)
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) beside[i] += group[i] * group[i];
+    }
+
+    // A few tokens' sums go to the span's: so thousands of small numbers lose little.
+    void gather(int64_t seen, Received into) {
+        if (seen_by.kind == MAXIMA)
+            raise(sums.data(), seen, 1, nullptr, into.first);
+        else
+            for (int64_t i = 0; i < seen; i++) into.first[i] += sums[i];
+        if (seen_by.kind == SQUARES)
+            for (int64_t i = 0; i < seen; i++) into.second[i] += squares[i];
+        std::fill_n(sums.begin(), seen, 0.0f);
+        std::fill_n(squares.begin(), seen, 0.0f);
+    }
+
+    // Adds values of entries `first` to `last` by the rows' weights.
+    void mix(const Packed& packed, int64_t at, int64_t rows, int64_t step, int64_t first,
+             int64_t last) {
+        const int64_t size = sizes.value_size;
+        for (int64_t begin = first; begin < last; begin += DEPTH) {
+            const int64_t depth = std::min(DEPTH, last - begin);
+            const float* right = &packed.values[begin * size];
+            for (int64_t i = 0; i < rows; i += HEIGHT) {
+                const float* left = &weights[i * step + begin - first];
+                float* into = &mixed[(at + i) * size];
+                int64_t j = 0;
+                for (; j + PANEL <= size; j += PANEL)
+                    multiply<VECTORS>(left, step, right + j, size, depth, into + j, size, true);
+                for (; j < size; j += WIDE)
+                    multiply<1>(left, step, right + j, size, depth, into + j, size, true);
+            }
+        }
+    }
+
+    // Outputs [B, S, Hq, Dv] of a block's tokens.
+    void give(int64_t begin, int64_t end, float* out) const {
+        const int64_t size = sizes.value_size;
+        for (int64_t token = begin; token < end; token++)
+            for (int64_t g = 0; g < sizes.groups; g++) {
+                const int64_t at = place(token - begin) + g;
+                const int64_t query = (row * sizes.queries + token) * sizes.heads + head;
+                const float share = total[at] == 0 ? 0.0f : 1 / total[at];
+                float* into = out + (query * sizes.groups + g) * size;
+                for (int64_t j = 0; j < size; j++) into[j] = mixed[at * size + j] * share;
+            }
+    }
+};
 
 }  // namespace
 
@@ -358,28 +393,35 @@ void attend_with_columns(const float* query, const int64_t* query_steps, const f
     const Sizes sizes{batch, heads, groups, queries, stored, size, value_size};
     const Observed seen_by{Kind(kind), shown, scored, counted, row_weights, column_weights};
     const Heads of_query{query, query_steps}, of_key{key, key_steps}, of_value{value, value_steps};
-    const int64_t length = up_to(stored, PANEL) * size, all = batch * heads;
-    std::vector<float> panels(all * length), sums(all * SPANS * stored),
-        squares(kind == SQUARES ? sums.size() : 0);
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < all; i++) pack(of_key, i / heads, i % heads, sizes, &panels[i * length]);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t item = 0; item < all * SPANS; item++) {
-        // The last queries see most entries: they come first, so that no thread ends late.
-        const int64_t i = item % all, part = SPANS - 1 - item / all;
-        const int64_t begin = part * queries / SPANS, end = (part + 1) * queries / SPANS;
-        const int64_t at = (i * SPANS + part) * stored;
-        Span(sizes, seen_by, i / heads, i % heads)
-            .run(of_query, &panels[i * length], of_value, scale, begin, end, out, &sums[at],
-                 kind == SQUARES ? &squares[at] : nullptr);
+    std::vector<Entries> observed, others;
+    for (int64_t row = 0; row < batch; row++) {
+        const uint8_t* own = shown ? shown + row * stored : nullptr;
+        const uint8_t* chosen = scored ? scored + row * stored : nullptr;
+        observed.emplace_back(own, chosen, true, stored);
+        others.emplace_back(own, chosen, false, stored);
     }
-    for (int64_t i = 0; i < all; i++)
-        for (int64_t part = 0; part < SPANS; part++)
-            for (int64_t j = 0; j < stored; j++) {
-                const int64_t at = (i * SPANS + part) * stored + j;
-                float& sum = first[i * stored + j];
-                sum = kind == MAXIMA ? std::max(sum, sums[at]) : sum + sums[at];
-                if (kind == SQUARES) second[i * stored + j] += squares[at];
-            }
+    // As many heads at a time as there are threads: copies of all would be as large as the layer.
+    for (int64_t begin = 0; begin < batch * heads; begin += threads) {
+        const int64_t count = std::min(threads, batch * heads - begin);
+        std::vector<std::unique_ptr<Head>> some(count);
+#pragma omp parallel for num_threads(threads)
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t row = (begin + i) / heads, head = (begin + i) % heads;
+            some[i] = std::make_unique<Head>(row, head, observed[row], others[row], of_key,
+                                             of_value, sizes);
+        }
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+        for (int64_t item = 0; item < count * SPANS; item++) {
+            // The last queries see most entries: they come first, so that no thread ends late.
+            const int64_t part = SPANS - 1 - item / count;
+            Head& own = *some[item % count];
+            Span(sizes, seen_by, own).run(of_query, scale, part * queries / SPANS,
+                                          (part + 1) * queries / SPANS, out, own.of_span(part));
+        }
+        for (const auto& own : some) {
+            const int64_t at = (own->row * heads + own->head) * stored;
+            own->give(seen_by.kind, first + at, kind == SQUARES ? second + at : nullptr);
+        }
+    }
 }
 }

@@ -21,6 +21,7 @@ SHAPES = pytest.mark.parametrize(
         (2, 3, 1, 100, 301, 24, 16),
         (1, 2, 60, 17, 70, 16, 144),  # a group that is more than a block
         (1, 1, 4, 300, 300, 8, 32),
+        (1, 2, 3, 150, 900, 16, 16),  # tiles of entries that are not scored
         (1, 1, 2, 1, 5, 16, 16),
         (1, 1, 1, 1, 1, 16, 16),
     ],
