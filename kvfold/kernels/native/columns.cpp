@@ -85,8 +85,6 @@ struct Entries {
         }
         before.push_back(places.size());
     }
-
-    int64_t count() const { return places.size(); }
 };
 
 // A head's entries: keys, PANEL side by side with zeros behind the last one, and values.
@@ -96,9 +94,9 @@ struct Packed {
 
     Packed(const Entries& entries, const Heads& key, const Heads& value, int64_t row, int64_t head,
            const Sizes& sizes)
-        : entries(entries), panels(up_to(entries.count(), PANEL) * sizes.size),
-          values(entries.count() * sizes.value_size) {
-        for (int64_t i = 0; i < entries.count(); i++) {
+        : entries(entries), panels(up_to(count(), PANEL) * sizes.size),
+          values(count() * sizes.value_size) {
+        for (int64_t i = 0; i < count(); i++) {
             float* panel = &panels[i / PANEL * PANEL * sizes.size + i % PANEL];
             const float* from = key.at(row, head, entries.places[i]);
             for (int64_t d = 0; d < sizes.size; d++) panel[d * PANEL] = from[d];
@@ -106,6 +104,11 @@ struct Packed {
                         &values[i * sizes.value_size]);
         }
     }
+
+    int64_t count() const { return entries.places.size(); }
+
+    // How many are among the first `visible` of a row.
+    int64_t seen(int64_t visible) const { return entries.before[visible]; }
 };
 
 // Raises numbers to those of a row times a factor, and times other factors if there are any.
@@ -142,11 +145,11 @@ struct Head {
     Head(int64_t row, int64_t head, const Entries& observed, const Entries& others,
          const Heads& key, const Heads& value, const Sizes& sizes)
         : row(row), head(head), observed(observed, key, value, row, head, sizes),
-          others(others, key, value, row, head, sizes), first(SPANS * observed.count()),
+          others(others, key, value, row, head, sizes), first(SPANS * this->observed.count()),
           second(first.size()) {}
 
     Received of_span(int64_t part) {
-        const int64_t at = part * observed.entries.count();
+        const int64_t at = part * observed.count();
         return {first.data() + at, second.data() + at};
     }
 
@@ -176,11 +179,12 @@ class Span {
     Span(const Sizes& sizes, const Observed& seen_by, const Head& own)
         : sizes(sizes), seen_by(seen_by), observed(own.observed), others(own.others), row(own.row),
           head(own.head), few(std::max(int64_t(1), ROWS / sizes.groups)),
-          many(others.entries.count() ? TIMES * few : few),
+          many(others.count() ? TIMES * few : few),
           height(up_to(few * sizes.groups, HEIGHT)), asked(place(many) * sizes.size),
-          weights(std::max(height * step_of(received()), place(many) * step_of(TILE))),
+          weights(std::max(height * step_of(observed.count()), place(many) * step_of(TILE))),
           mixed(place(many) * sizes.value_size), most(place(many)), total(place(many)),
-          factors(sizes.groups), sums(received()), squares(received()), of_group(received()) {
+          factors(sizes.groups), sums(observed.count()), squares(sums.size()),
+          of_group(sums.size()) {
         if (!seen_by.column_weights) return;
         for (int64_t g = 0; g < sizes.groups; g++) {
             const int64_t query_head = (row * sizes.heads + head) * sizes.groups + g;
@@ -197,10 +201,10 @@ class Span {
             ask(query, scale, begin, end);
             for (int64_t token = begin; token < end; token += few) {
                 const int64_t until = std::min(end, token + few);
-                attend(observed, begin, token, until, 0, received());
-                gather(observed.entries.before[visible(until - 1)], into);
+                attend(observed, begin, token, until, 0, observed.count());
+                gather(observed.seen(visible(until - 1)), into);
             }
-            const int64_t seen = others.entries.before[visible(end - 1)];
+            const int64_t seen = others.seen(visible(end - 1));
             for (int64_t tile = 0; tile < seen; tile += TILE)
                 attend(others, begin, begin, end, tile, tile + TILE);
             give(begin, end, out);
@@ -208,8 +212,6 @@ class Span {
     }
 
   private:
-    int64_t received() const { return observed.entries.count(); }
-
     // Entries up to a token's own.
     int64_t visible(int64_t token) const { return sizes.stored - sizes.queries + token + 1; }
 
@@ -236,7 +238,7 @@ class Span {
     // Tokens `token` to `until` attend to entries `first` to `last`, as far as they see them.
     void attend(const Packed& packed, int64_t begin, int64_t token, int64_t until, int64_t first,
                 int64_t last) {
-        last = std::min(last, packed.entries.before[visible(until - 1)]);
+        last = std::min(last, packed.seen(visible(until - 1)));
         const int64_t at = place(token - begin), step = step_of(last - first);
         const int64_t rows = up_to(place(until - 1 - begin) + sizes.groups - at, HEIGHT);
         for (int64_t column = first; column < last; column += PANEL)
@@ -246,7 +248,7 @@ class Span {
                                   &weights[i * step + column - first], step, false);
         for (; token < until; token++) {
             const int64_t own = place(token - begin);
-            const int64_t seen = packed.entries.before[visible(token)] - first;
+            const int64_t seen = packed.seen(visible(token)) - first;
             const int64_t count = real(token) ? std::clamp(seen, int64_t(0), last - first) : 0;
             float* rows_of_token = &weights[(own - at) * step];
             for (int64_t g = 0; g < sizes.groups; g++) {
@@ -290,9 +292,11 @@ class Span {
             return;
         }
         const auto add = seen_by.kind == MAXIMA ? raise : add_squares;
-        for (int64_t g = 0; g < sizes.groups; g++)
-            add(of_token + g * step, count, factors[g],
-                column_weights.empty() ? nullptr : &column_weights[g * received()], sums.data());
+        const float* by_column = column_weights.empty() ? nullptr : column_weights.data();
+        for (int64_t g = 0; g < sizes.groups; g++) {
+            add(of_token + g * step, count, factors[g], by_column, sums.data());
+            if (by_column) by_column += observed.count();
+        }
     }
 
     // Sums of a group's weights, and squares of these.

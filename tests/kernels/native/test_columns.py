@@ -140,6 +140,32 @@ def test_padding_is_seen_by_no_query_and_sees_nothing(shape, given_once):
         assert_near([each.masked_fill(hidden, 0)], [told.masked_fill(hidden, 0)])
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_padding_may_lie_anywhere(share):
+    """Also last in a block of queries, of which the earlier ones are real."""
+    shape = (2, 2, 3, 200, 700, 16, 32)
+    queries, stored = shape[3:5]
+    query, key, value = drawn(shape)
+    shown = chosen(shape, 0.5)
+    shown[:, -1] = True
+    mask = (causal(queries, stored) & shown[:, None])[:, None]
+    voters = shown[:, stored - queries :]
+    scored = torch.rand(shown.shape, generator=torch.Generator().manual_seed(1)) < share
+    scored &= shown
+    options = {"scale": SCALE, "counted": voters}
+    none = dict.fromkeys(("row_weights", "column_weights"))
+    wide = [x.double() for x in (query, key, value)]
+    assert columns.is_causal(mask)
+    got = columns.column_maxima(
+        query, key, value, mask, scored=scored, rms=False, **options, **none
+    )
+    expected = reference.attend_with_column_maxima(*wide, mask, scored=scored, **options)
+    hidden = ~voters[:, None, :, None]
+    assert_near(got, [expected[0].masked_fill(hidden, 0), expected[1]])
+    sums = columns.column_moments(query, key, value, mask, squares=True, **options)[1:]
+    assert_near(sums, reference.attend_with_moments(*wide, mask, **options)[1:])
+
+
 def test_scored_entries_whose_weights_are_all_lost_are_told_apart():
     """Beside an entry 90 above them float32's weights of all others are 0."""
     key = torch.zeros(1, 1, 40, 16)
