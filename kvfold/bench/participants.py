@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.bench.baseline import full_cache, full_twin
@@ -253,7 +253,7 @@ class CompiledParticipant(MethodParticipant):
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
-        check_steps(self.model, self.cache, "compile=True", self.model.generation_config)
+        check_steps(self.model, self.cache, "compile=True", GenerationConfig())  # its own steps
         self.graph_cache: GraphCache | None = None
         self.compiled_step = compiled_step(self.model, compile_config(None))
 

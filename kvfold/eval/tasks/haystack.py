@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvfold.eval.tasks import ruler_wording, source
 from kvfold.eval.tasks.base import SampleRequest
-from kvfold.eval.tasks.ruler_niah import split
+from kvfold.eval.tasks.ruler_niah import ENDS, split
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Haystack:
         if path is None:
             return cls(ruler_wording.NO_ESSAYS, split(" ".join(ruler_wording.NOISE)))
         sentences = split(source.text(path))
-        source.refuse_without_sentences(path, sentences)
+        source.refuse_without_sentences(path, sentences, ENDS)
         return cls(source.name_of(path), sentences)
 
     def words(self, rng: random.Random) -> list[str]:

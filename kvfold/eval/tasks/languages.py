@@ -81,7 +81,7 @@ def text_of(code: str, request: SampleRequest) -> tuple[str, list[str]]:
             "text, or a shorter length"
         )
     every = sentences(text)
-    source.refuse_without_sentences(path, every)
+    source.refuse_without_sentences(path, every, '".", "!", "?" or "。"')
     return path.name, every
 
 

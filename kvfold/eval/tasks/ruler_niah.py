@@ -24,6 +24,7 @@ from kvfold.eval.tasks.base import Question, SampleRequest, TaskSample
 from kvfold.eval.tasks.generated import fitted, identifier, number
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
+ENDS = '".", "!" or "?" and a space'  # of the sentences that `split` tells apart
 # RULER: 40 points from 0 to 100 %.
 DEPTHS = [round(100 * point / 39) for point in range(40)]
 # Smallest haystacks: repeats of the noise, needles, words of essays.
@@ -40,7 +41,7 @@ class Essay(NamedTuple):
     def of(cls, path: Path) -> Essay:
         """The essays at `path`; raises KvfoldError if there are none, or none with sentences."""
         text = source.text(path)
-        source.refuse_without_sentences(path, split(text))
+        source.refuse_without_sentences(path, split(text), ENDS)
         return cls(source.name_of(path), text.split())
 
 
@@ -140,7 +141,7 @@ def split(text: str) -> list[str]:
 
 def _generate(name: str, needles: NeedleTask, request: SampleRequest) -> Iterator[TaskSample]:
     path = source.haystack(request)
-    essay = Essay.of(path) if path else None
+    essay = Essay.of(path) if path and needles.haystack == "essay" else None
     build = partial(needles.build, f"ruler_{name}", essay, Vocabulary.of(request.words))
     return fitted(request, name, build, LEAST[needles.haystack])
 

@@ -33,8 +33,6 @@ class DatasetRow(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
 
-LONGEST = 1200  # characters of a sentence, in the mean
-
 AnyRow = TypeVar("AnyRow", bound=DatasetRow)
 
 # Errors of a conversion whose row has other types than the published ones, or literals nested too
@@ -47,6 +45,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "text or integer": (str, int),
     "text, number or truth value": (str, int, float, bool),
 }
+LONGEST = 1000  # characters of a sentence without its white space, in the mean
 
 
 def samples(
@@ -224,16 +223,16 @@ def text(path: Path) -> str:
     return found
 
 
-def refuse_without_sentences(path: Path, sentences: list[str]) -> None:
-    """Raises KvfoldError for a text without them: needles are hidden between sentences.
+def refuse_without_sentences(path: Path, sentences: list[str], ends: str) -> None:
+    """Raises KvfoldError for a text without them, and says how sentences end.
 
-    All would stand at its beginning, whatever their depths.
+    Needles are hidden between sentences: all would stand at its beginning, whatever their depths.
     """
-    mean = sum(map(len, sentences)) / len(sentences)
+    mean = sum(len("".join(one.split())) for one in sentences) / len(sentences)
     if mean > LONGEST:
         raise KvfoldError(
             f"{path} has {mean:,.0f} characters to a sentence: needles are hidden between "
-            'sentences, so give a text whose sentences end in ".", "!", "?" or "。"'
+            f"sentences, so give a text whose sentences end in {ends}"
         )
 
 

@@ -3,9 +3,8 @@
 // or maxima of a second softmax over the scored entries alone (KVzip).
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <memory>
+#include <limits>
 #include <vector>
 
 #include "vectors.h"
@@ -15,11 +14,13 @@ namespace {
 constexpr int64_t HEIGHT = 6;                // rows whose sums stay in registers,
 constexpr int VECTORS = WIDE == 16 ? 4 : 2;  // with as many vectors each
 constexpr int64_t PANEL = VECTORS * WIDE;    // keys that lie together
-constexpr int64_t ROWS = 4 * HEIGHT;         // that keep their weights of all observed entries
-constexpr int64_t TIMES = 8;                 // of so many rows share a tile of the other entries,
-constexpr int64_t TILE = 4 * PANEL;          // which is as long, and is read from memory once
+constexpr int64_t ROWS = 4 * HEIGHT;         // queries that read all observed entries at once
+constexpr int64_t TIMES = 8;                 // as many times ROWS read the others, tile by tile
+constexpr int64_t TILE = 256;                // entries
 constexpr int64_t DEPTH = 128;               // values that are added at a time
 constexpr int64_t SPANS = 8;                 // of a head's queries: no result depends on threads
+// Below all logits of entries, and finite: entries whose logits are not may come first.
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
 enum Kind : int64_t { SUMS, SQUARES, MAXIMA, MEAN_SQUARES };
 
@@ -68,7 +69,7 @@ struct Sizes {
 
 // What is observed. `shown` [B, T], `scored` [B, T], `counted` [B, S], `row_weights` [B, S] and
 // `column_weights` [B, Hq, T], each or null.
-struct Observed {
+struct Observation {
     Kind kind;
     const uint8_t *shown, *scored, *counted;
     const float *row_weights, *column_weights;
@@ -78,10 +79,10 @@ struct Observed {
 struct Entries {
     std::vector<int64_t> places, before;  // before: how many there are before each of the row's
 
-    Entries(const uint8_t* shown, const uint8_t* scored, bool observed, int64_t stored) {
+    Entries(const uint8_t* shown, const uint8_t* scored, bool are_scored, int64_t stored) {
         for (int64_t i = 0; i < stored; i++) {
             before.push_back(places.size());
-            if ((!shown || shown[i]) && (!scored || scored[i]) == observed) places.push_back(i);
+            if ((!shown || shown[i]) && (!scored || scored[i]) == are_scored) places.push_back(i);
         }
         before.push_back(places.size());
     }
@@ -89,26 +90,37 @@ struct Entries {
 
 // A head's entries: keys, PANEL side by side with zeros behind the last one, and values.
 struct Packed {
-    const Entries& entries;
-    std::vector<float> panels, values;
+    const Entries* entries;
+    std::vector<float> panels, copied;  // memory that the next head uses again
+    const float* values;
+    int64_t value_step;
 
-    Packed(const Entries& entries, const Heads& key, const Heads& value, int64_t row, int64_t head,
-           const Sizes& sizes)
-        : entries(entries), panels(up_to(count(), PANEL) * sizes.size),
-          values(count() * sizes.value_size) {
-        for (int64_t i = 0; i < count(); i++) {
+    void pack(const Entries& of_row, const Heads& key, const Heads& value, int64_t row,
+              int64_t head, const Sizes& sizes) {
+        entries = &of_row;
+        panels.resize(up_to(count(), PANEL) * sizes.size);
+        for (int64_t i = 0; i < up_to(count(), PANEL); i++) {
             float* panel = &panels[i / PANEL * PANEL * sizes.size + i % PANEL];
-            const float* from = key.at(row, head, entries.places[i]);
-            for (int64_t d = 0; d < sizes.size; d++) panel[d * PANEL] = from[d];
-            std::copy_n(value.at(row, head, entries.places[i]), sizes.value_size,
-                        &values[i * sizes.value_size]);
+            const float* from = i < count() ? key.at(row, head, entries->places[i]) : nullptr;
+            for (int64_t d = 0; d < sizes.size; d++) panel[d * PANEL] = from ? from[d] : 0.0f;
         }
+        if (count() == sizes.stored) {
+            values = value.at(row, head, 0);
+            value_step = value.steps[2];
+            return;
+        }
+        value_step = sizes.value_size;
+        copied.resize(count() * value_step);
+        for (int64_t i = 0; i < count(); i++)
+            std::copy_n(value.at(row, head, entries->places[i]), value_step,
+                        &copied[i * value_step]);
+        values = copied.data();
     }
 
-    int64_t count() const { return entries.places.size(); }
+    int64_t count() const { return entries->places.size(); }
 
     // How many are among the first `visible` of a row.
-    int64_t seen(int64_t visible) const { return entries.before[visible]; }
+    int64_t seen(int64_t visible) const { return entries->before[visible]; }
 };
 
 // Raises numbers to those of a row times a factor, and times other factors if there are any.
@@ -131,65 +143,73 @@ void add_squares(const float* row, int64_t count, float factor, const float* oth
     }
 }
 
-// What observed entries receive of a span's queries, each as many as there are of them.
+// What each observed entry receives of some queries. Squares are null unless they are observed too.
 struct Received {
-    float *first, *second;
+    float *sums, *squares;
 };
 
 // A head's entries, and what the observed ones receive of each span.
 struct Head {
-    const int64_t row, head;
-    const Packed observed, others;
-    std::vector<float> first, second;
+    int64_t row, head;
+    Packed observed, others;
+    std::vector<float> sums, squares;
 
-    Head(int64_t row, int64_t head, const Entries& observed, const Entries& others,
-         const Heads& key, const Heads& value, const Sizes& sizes)
-        : row(row), head(head), observed(observed, key, value, row, head, sizes),
-          others(others, key, value, row, head, sizes), first(SPANS * this->observed.count()),
-          second(first.size()) {}
+    void begin(int64_t index, const std::vector<Entries>& scored, const std::vector<Entries>& rest,
+               const Heads& key, const Heads& value, const Sizes& sizes, Kind kind) {
+        row = index / sizes.heads, head = index % sizes.heads;
+        observed.pack(scored[row], key, value, row, head, sizes);
+        others.pack(rest[row], key, value, row, head, sizes);
+        sums.assign(SPANS * observed.count(), 0.0f);
+        squares.assign(kind == SQUARES ? sums.size() : 0, 0.0f);
+    }
 
-    Received of_span(int64_t part) {
-        const int64_t at = part * observed.count();
-        return {first.data() + at, second.data() + at};
+    Received of_span(int64_t span) {
+        const int64_t at = span * observed.count();
+        return {sums.data() + at, squares.empty() ? nullptr : squares.data() + at};
     }
 
     // Of all spans, to their places of the head's entries.
-    void give(Kind kind, float* into, float* beside) const {
-        const std::vector<int64_t>& places = observed.entries.places;
-        for (size_t i = 0; i < first.size(); i++) {
-            float& sum = into[places[i % places.size()]];
-            sum = kind == MAXIMA ? std::max(sum, first[i]) : sum + first[i];
-            if (kind == SQUARES) beside[places[i % places.size()]] += second[i];
+    void give(Kind kind, Received into) {
+        for (int64_t span = 0; span < SPANS; span++) {
+            const Received from = of_span(span);
+            for (int64_t i = 0; i < observed.count(); i++) {
+                const int64_t place = observed.entries->places[i];
+                float& sum = into.sums[place];
+                sum = kind == MAXIMA ? std::max(sum, from.sums[i]) : sum + from.sums[i];
+                if (from.squares) into.squares[place] += from.squares[i];
+            }
         }
     }
 };
 
-// One head's queries of a span, block by block. A row's softmax goes on from tile to tile: the
-// first one is of all observed entries, which so have a softmax of their own.
+// One head's queries of a span, block by block. Softmax is online: each tile of entries rescales
+// what those before it gave. All observed entries are the first one: so they have a softmax of
+// their own.
 class Span {
     const Sizes& sizes;
-    const Observed& seen_by;
+    const Observation& what;
     const Packed &observed, &others;
-    // Tokens that share a pass over the observed entries, and over the others; rows of the few.
-    const int64_t row, head, few, many, height;
-    std::vector<float> asked, weights, mixed, most, total, factors, column_weights;
-    std::vector<float> sums, squares, of_group;
+    const int64_t row, head;
+    const int64_t few, many, height;  // tokens of ROWS and of TIMES as many; rows of the few
+    std::vector<float> asked, weights, mixed, most, total, column_weights;
+    std::vector<float> factors, sums, squares, of_group;
 
   public:
-    Span(const Sizes& sizes, const Observed& seen_by, const Head& own)
-        : sizes(sizes), seen_by(seen_by), observed(own.observed), others(own.others), row(own.row),
+    Span(const Sizes& sizes, const Observation& what, const Head& own)
+        : sizes(sizes), what(what), observed(own.observed), others(own.others), row(own.row),
           head(own.head), few(std::max(int64_t(1), ROWS / sizes.groups)),
-          many(others.count() ? TIMES * few : few),
+          many(others.count() ? std::min(TIMES * few, up_to(sizes.queries / SPANS + 1, few)) : few),
           height(up_to(few * sizes.groups, HEIGHT)), asked(place(many) * sizes.size),
           weights(std::max(height * step_of(observed.count()), place(many) * step_of(TILE))),
           mixed(place(many) * sizes.value_size), most(place(many)), total(place(many)),
-          factors(sizes.groups), sums(observed.count()), squares(sums.size()),
-          of_group(sums.size()) {
-        if (!seen_by.column_weights) return;
+          factors(sizes.groups), sums(observed.count()),
+          squares(what.kind == SQUARES ? sums.size() : 0),
+          of_group(what.kind == SUMS || what.kind == SQUARES ? sums.size() : 0) {
+        if (!what.column_weights) return;
         for (int64_t g = 0; g < sizes.groups; g++) {
             const int64_t query_head = (row * sizes.heads + head) * sizes.groups + g;
-            for (const int64_t i : observed.entries.places)
-                column_weights.push_back(seen_by.column_weights[query_head * sizes.stored + i]);
+            for (const int64_t i : observed.entries->places)
+                column_weights.push_back(what.column_weights[query_head * sizes.stored + i]);
         }
     }
 
@@ -225,7 +245,7 @@ class Span {
     void ask(const Heads& query, float scale, int64_t begin, int64_t end) {
         std::fill(asked.begin(), asked.end(), 0.0f);
         std::fill(mixed.begin(), mixed.end(), 0.0f);
-        std::fill(most.begin(), most.end(), NOTHING);
+        std::fill(most.begin(), most.end(), LOWEST);
         std::fill(total.begin(), total.end(), 0.0f);
         for (int64_t token = begin; token < end; token++)
             for (int64_t g = 0; g < sizes.groups; g++) {
@@ -264,10 +284,10 @@ class Span {
     // Padding sees nothing and is not seen.
     bool real(int64_t token) const {
         const int64_t own = row * sizes.stored + visible(token) - 1;
-        return !seen_by.shown || seen_by.shown[own];
+        return !what.shown || what.shown[own];
     }
 
-    // Softmax goes on: logits of a row become weights beside those of the tiles before.
+    // A row's logits of a tile become weights beside those of the tiles before.
     void weigh(int64_t at, float* own, int64_t count) {
         const float highest = most_of(own, count, most[at]);
         if (highest > most[at]) {
@@ -283,15 +303,15 @@ class Span {
     // Adds a token's weights to the sums of its block, or raises these. `own`: its first row.
     void observe(int64_t token, int64_t own, const float* of_token, int64_t step, int64_t count) {
         const int64_t at = row * sizes.queries + token;
-        if (seen_by.counted && !seen_by.counted[at]) return;
-        const float weight = seen_by.row_weights ? seen_by.row_weights[at] : 1.0f;
+        if (what.counted && !what.counted[at]) return;
+        const float weight = what.row_weights ? what.row_weights[at] : 1.0f;
         for (int64_t g = 0; g < sizes.groups; g++)
-            factors[g] = total[own + g] == 0 ? 0.0f : weight / total[own + g];
-        if (seen_by.kind == SUMS || seen_by.kind == SQUARES) {
+            factors[g] = total[own + g] > 0 ? weight / total[own + g] : 0.0f;  // NaN gives nothing
+        if (what.kind == SUMS || what.kind == SQUARES) {
             add_groups(of_token, step, count);
             return;
         }
-        const auto add = seen_by.kind == MAXIMA ? raise : add_squares;
+        const auto add = what.kind == MAXIMA ? raise : add_squares;
         const float* by_column = column_weights.empty() ? nullptr : column_weights.data();
         for (int64_t g = 0; g < sizes.groups; g++) {
             add(of_token + g * step, count, factors[g], by_column, sums.data());
@@ -310,38 +330,38 @@ class Span {
         }
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) into[i] += group[i];
-        if (seen_by.kind == SQUARES)
+        if (what.kind == SQUARES)
 #pragma omp simd
             for (int64_t i = 0; i < count; i++) beside[i] += group[i] * group[i];
     }
 
-    // A few tokens' sums go to the span's: so thousands of small numbers lose little.
+    // The few tokens' sums go to the span's: so thousands of small numbers lose little.
     void gather(int64_t seen, Received into) {
-        if (seen_by.kind == MAXIMA)
-            raise(sums.data(), seen, 1, nullptr, into.first);
+        if (what.kind == MAXIMA)
+            raise(sums.data(), seen, 1, nullptr, into.sums);
         else
-            for (int64_t i = 0; i < seen; i++) into.first[i] += sums[i];
-        if (seen_by.kind == SQUARES)
-            for (int64_t i = 0; i < seen; i++) into.second[i] += squares[i];
+            for (int64_t i = 0; i < seen; i++) into.sums[i] += sums[i];
         std::fill_n(sums.begin(), seen, 0.0f);
+        if (!into.squares) return;
+        for (int64_t i = 0; i < seen; i++) into.squares[i] += squares[i];
         std::fill_n(squares.begin(), seen, 0.0f);
     }
 
     // Adds values of entries `first` to `last` by the rows' weights.
     void mix(const Packed& packed, int64_t at, int64_t rows, int64_t step, int64_t first,
              int64_t last) {
-        const int64_t size = sizes.value_size;
+        const int64_t size = sizes.value_size, from = packed.value_step;
         for (int64_t begin = first; begin < last; begin += DEPTH) {
             const int64_t depth = std::min(DEPTH, last - begin);
-            const float* right = &packed.values[begin * size];
+            const float* right = packed.values + begin * from;
             for (int64_t i = 0; i < rows; i += HEIGHT) {
                 const float* left = &weights[i * step + begin - first];
                 float* into = &mixed[(at + i) * size];
                 int64_t j = 0;
                 for (; j + PANEL <= size; j += PANEL)
-                    multiply<VECTORS>(left, step, right + j, size, depth, into + j, size, true);
+                    multiply<VECTORS>(left, step, right + j, from, depth, into + j, size, true);
                 for (; j < size; j += WIDE)
-                    multiply<1>(left, step, right + j, size, depth, into + j, size, true);
+                    multiply<1>(left, step, right + j, from, depth, into + j, size, true);
             }
         }
     }
@@ -395,36 +415,33 @@ void attend_with_columns(const float* query, const int64_t* query_steps, const f
                          int64_t groups, int64_t queries, int64_t stored, int64_t size,
                          int64_t value_size, float scale, int64_t threads) {
     const Sizes sizes{batch, heads, groups, queries, stored, size, value_size};
-    const Observed seen_by{Kind(kind), shown, scored, counted, row_weights, column_weights};
+    const Observation what{Kind(kind), shown, scored, counted, row_weights, column_weights};
     const Heads of_query{query, query_steps}, of_key{key, key_steps}, of_value{value, value_steps};
     std::vector<Entries> observed, others;
     for (int64_t row = 0; row < batch; row++) {
-        const uint8_t* own = shown ? shown + row * stored : nullptr;
+        const uint8_t* of_row = shown ? shown + row * stored : nullptr;
         const uint8_t* chosen = scored ? scored + row * stored : nullptr;
-        observed.emplace_back(own, chosen, true, stored);
-        others.emplace_back(own, chosen, false, stored);
+        observed.emplace_back(of_row, chosen, true, stored);
+        others.emplace_back(of_row, chosen, false, stored);
     }
     // As many heads at a time as there are threads: copies of all would be as large as the layer.
+    std::vector<Head> some(std::min(threads, batch * heads));
     for (int64_t begin = 0; begin < batch * heads; begin += threads) {
         const int64_t count = std::min(threads, batch * heads - begin);
-        std::vector<std::unique_ptr<Head>> some(count);
 #pragma omp parallel for num_threads(threads)
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t row = (begin + i) / heads, head = (begin + i) % heads;
-            some[i] = std::make_unique<Head>(row, head, observed[row], others[row], of_key,
-                                             of_value, sizes);
-        }
+        for (int64_t i = 0; i < count; i++)
+            some[i].begin(begin + i, observed, others, of_key, of_value, sizes, what.kind);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
         for (int64_t item = 0; item < count * SPANS; item++) {
             // The last queries see most entries: they come first, so that no thread ends late.
-            const int64_t part = SPANS - 1 - item / count;
-            Head& own = *some[item % count];
-            Span(sizes, seen_by, own).run(of_query, scale, part * queries / SPANS,
-                                          (part + 1) * queries / SPANS, out, own.of_span(part));
+            const int64_t span = SPANS - 1 - item / count;
+            Head& own = some[item % count];
+            Span(sizes, what, own).run(of_query, scale, span * queries / SPANS,
+                                       (span + 1) * queries / SPANS, out, own.of_span(span));
         }
-        for (const auto& own : some) {
-            const int64_t at = (own->row * heads + own->head) * stored;
-            own->give(seen_by.kind, first + at, kind == SQUARES ? second + at : nullptr);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t at = (begin + i) * stored;
+            some[i].give(what.kind, {first + at, second ? second + at : nullptr});
         }
     }
 }

@@ -212,13 +212,31 @@ def test_no_number_depends_on_the_number_of_threads():
         assert all(map(torch.equal, found[0], other))
 
 
-def test_what_is_not_a_number_is_not_hidden():
+def test_what_is_not_a_number_is_not_hidden_and_gives_others_nothing():
     query, key, value = drawn((1, 1, 2, 20, 30, 16, 16))
-    key[0, 0, 3, 2] = torch.nan
-    out, _, _ = columns.column_moments(
-        query, key, value, None, scale=SCALE, counted=None, squares=False
-    )
-    assert out.isnan().all()
+    options = {"scale": SCALE, "counted": None, "squares": False}
+    key[0, 0, 27, 2] = torch.nan
+    out, sums, _ = columns.column_moments(query, key, value, None, **options)
+    assert out[:, :, 17:].isnan().all()
+    rest = [x[:, :, :17] if x is query else x[:, :, :27] for x in (query, key, value)]
+    _, expected, _ = columns.column_moments(*rest, None, **options)
+    torch.testing.assert_close(sums[..., :27], expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+def test_a_tile_whose_logits_are_all_lost_leaves_the_others(share):
+    """An entry of −∞, alone among the scored or first of all, has no weight."""
+    query, key, value = drawn((1, 1, 2, 40, 700, 16, 16))
+    query[..., 0] = 1e20
+    key[..., 0] = 0
+    key[:, :, :300, 0] = -torch.inf
+    scored = torch.arange(700)[None] < 700 * share
+    options = {"scale": SCALE, "scored": scored, "counted": None, "rms": False}
+    none = dict.fromkeys(("row_weights", "column_weights"))
+    got = columns.column_maxima(query, key, value, None, **options, **none)
+    wide = [x.double() for x in (query, key, value)]
+    expected = reference.attend_with_column_maxima(*wide, None, **options)
+    assert_near(got, [expected[0], expected[1].nan_to_num(0.0)])
 
 
 @pytest.mark.parametrize("text", [12, 1, 16], ids=["packed", "alone", "chunks"])
