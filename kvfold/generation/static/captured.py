@@ -17,15 +17,14 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.static.decode import (
     GraphCache,
     check_steps,
-    handed_to_generate,
+    generate_by,
     step_beyond_graphs,
 )
 from kvfold.generation.static.layer import StaticLayer
 from kvfold.generation.static.recorder import Recorder, Step, recorder_for
 from kvfold.generation.static.segments import StaticSegments
 from kvfold.hf.compiling import compile_config
-from kvfold.hf.decode_steps import decode_steps_by
-from kvfold.hf.models import stock_generate, text_config
+from kvfold.hf.models import text_config
 from kvfold.hf.rotation import rope_types
 from kvfold.hf.versions import CACHE, CACHE_NAMES
 from kvfold.methods.base import Stages
@@ -125,11 +124,7 @@ def decode_captured(new: int, model: PreTrainedModel, **options: Any) -> Any:
     handed = CapturedCache(cache, room=max(0, new - 1))
     step = CapturedStep(model, handed, recorder_for(model.device))
     options |= {"compile_config": compile_config(None)}
-    with handed_to_generate(handed, options) as given, decode_steps_by(model, lambda _: step):
-        out = stock_generate(model, **given)
-    if not isinstance(out, Tensor):
-        setattr(out, CACHE, cache)
-    return out
+    return generate_by(lambda _: step, model, handed, options)
 
 
 def check_captured(

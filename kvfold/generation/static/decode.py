@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.attention import handshake
@@ -23,7 +22,7 @@ from kvfold.generation.static.layer import StaticDense, StaticLayer
 from kvfold.generation.static.layer_graphs import compiled_step
 from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
-from kvfold.hf.decode_steps import decode_steps_by
+from kvfold.hf.decode_steps import Call, decode_steps_by
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
 from kvfold.hf.versions import CACHE
@@ -126,18 +125,28 @@ class _AfterForward:
         return scores
 
 
-@contextmanager
-def handed_to_generate(cache: GraphCache, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Context with the `options` of `model.generate` that hand it `cache`, and afterwards back."""
+def generate_by(
+    choose: Callable[[CompileConfig], Call],
+    model: PreTrainedModel,
+    handed: GraphCache,
+    options: dict[str, Any],
+) -> Any:
+    """`model.generate` over a cache that is handed to its steps, and afterwards back.
+
+    `choose` makes the steps' call, as of `decode_steps_by`.
+    """
     # Behind the one that notes which rows have ended, before the caller's, which may fail.
     ended, *processors = options["logits_processor"]
+    processors = [ended, _AfterForward(handed), *processors]
+    given = options | {CACHE: handed, "logits_processor": processors}
     try:
-        yield options | {
-            CACHE: cache,
-            "logits_processor": [ended, _AfterForward(cache), *processors],
-        }
+        with decode_steps_by(model, choose):
+            out = stock_generate(model, **given)
     finally:
-        cache.hand_back()
+        handed.hand_back()
+    if not isinstance(out, Tensor):
+        setattr(out, CACHE, handed.cache)
+    return out
 
 
 def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
@@ -159,12 +168,8 @@ def decode_compiled(new: int, model: PreTrainedModel, **options: Any) -> Any:
     configs = (options.get("generation_config"), model.generation_config)
     asked = [options.get("compile_config"), *(getattr(c, "compile_config", None) for c in configs)]
     options |= {"compile_config": compile_config(next(filter(None, asked), None))}
-    steps = decode_steps_by(model, partial(compiled_step, model))
-    with handed_to_generate(handed, options) as given, compiling(), steps:
-        out = stock_generate(model, **given)
-    if not isinstance(out, Tensor):
-        setattr(out, CACHE, cache)
-    return out
+    with compiling():
+        return generate_by(partial(compiled_step, model), model, handed, options)
 
 
 def check_steps(
