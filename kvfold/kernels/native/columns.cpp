@@ -19,9 +19,12 @@ constexpr int64_t TIMES = 8;                 // as many times ROWS read the othe
 constexpr int64_t TILE = 256;                // entries
 constexpr int64_t DEPTH = 128;               // values that are added at a time
 constexpr int64_t SPANS = 8;                 // of a head's queries: no result depends on threads
-// Below all logits of entries, and finite: entries whose logits are not may come first.
+// Where a row's maximum begins. Finite: so a first tile of −∞ logits has exp(−∞) = 0, and not NaN.
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
+static_assert(HEIGHT == 6 && VECTORS <= 4, "loops of `multiply` are unrolled for them");
+
+// What entries receive: sums of weights, these and squares of groups' sums, maxima, or sums of squares.
 enum Kind : int64_t { SUMS, SQUARES, MAXIMA, MEAN_SQUARES };
 
 int64_t up_to(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
@@ -64,7 +67,7 @@ struct Heads {
 };
 
 struct Sizes {
-    int64_t batch, heads, groups, queries, stored, size, value_size;
+    int64_t heads, groups, queries, stored, size, value_size;
 };
 
 // What is observed. `shown` [B, T], `scored` [B, T], `counted` [B, S], `row_weights` [B, S] and
@@ -183,7 +186,7 @@ struct Head {
 };
 
 // One head's queries of a span, block by block. Softmax is online: each tile of entries rescales
-// what those before it gave. All observed entries are the first one: so they have a softmax of
+// what those before it gave. The first tile is all observed entries: so they have a softmax of
 // their own.
 class Span {
     const Sizes& sizes;
@@ -227,7 +230,7 @@ class Span {
             const int64_t seen = others.seen(visible(end - 1));
             for (int64_t tile = 0; tile < seen; tile += TILE)
                 attend(others, begin, begin, end, tile, tile + TILE);
-            give(begin, end, out);
+            write(begin, end, out);
         }
     }
 
@@ -255,7 +258,8 @@ class Span {
             }
     }
 
-    // Tokens `token` to `until` attend to entries `first` to `last`, as far as they see them.
+    // Tokens `token` to `until` of the block from `begin` on attend to entries `first` to `last`, as
+    // far as they see them.
     void attend(const Packed& packed, int64_t begin, int64_t token, int64_t until, int64_t first,
                 int64_t last) {
         last = std::min(last, packed.seen(visible(until - 1)));
@@ -300,13 +304,14 @@ class Span {
         total[at] += exponentials(own, count, highest, own);
     }
 
-    // Adds a token's weights to the sums of its block, or raises these. `own`: its first row.
+    // Adds a token's weights to the sums of its block, or raises these. `own`: its first row. Weights
+    // that are not numbers give nothing.
     void observe(int64_t token, int64_t own, const float* of_token, int64_t step, int64_t count) {
         const int64_t at = row * sizes.queries + token;
         if (what.counted && !what.counted[at]) return;
         const float weight = what.row_weights ? what.row_weights[at] : 1.0f;
         for (int64_t g = 0; g < sizes.groups; g++)
-            factors[g] = total[own + g] > 0 ? weight / total[own + g] : 0.0f;  // NaN gives nothing
+            factors[g] = total[own + g] > 0 ? weight / total[own + g] : 0.0f;
         if (what.kind == SUMS || what.kind == SQUARES) {
             add_groups(of_token, step, count);
             return;
@@ -314,7 +319,7 @@ class Span {
         const auto add = what.kind == MAXIMA ? raise : add_squares;
         const float* by_column = column_weights.empty() ? nullptr : column_weights.data();
         for (int64_t g = 0; g < sizes.groups; g++) {
-            add(of_token + g * step, count, factors[g], by_column, sums.data());
+            if (factors[g] != 0) add(of_token + g * step, count, factors[g], by_column, sums.data());
             if (by_column) by_column += observed.count();
         }
     }
@@ -324,6 +329,7 @@ class Span {
         std::fill_n(of_group.begin(), count, 0.0f);
         float *group = of_group.data(), *into = sums.data(), *beside = squares.data();
         for (int64_t g = 0; g < sizes.groups; g++) {
+            if (factors[g] == 0) continue;
             const float *own = of_token + g * step, factor = factors[g];
 #pragma omp simd
             for (int64_t i = 0; i < count; i++) group[i] += own[i] * factor;
@@ -367,7 +373,7 @@ class Span {
     }
 
     // Outputs [B, S, Hq, Dv] of a block's tokens.
-    void give(int64_t begin, int64_t end, float* out) const {
+    void write(int64_t begin, int64_t end, float* out) const {
         const int64_t size = sizes.value_size;
         for (int64_t token = begin; token < end; token++)
             for (int64_t g = 0; g < sizes.groups; g++) {
@@ -414,7 +420,7 @@ void attend_with_columns(const float* query, const int64_t* query_steps, const f
                          float* first, float* second, int64_t kind, int64_t batch, int64_t heads,
                          int64_t groups, int64_t queries, int64_t stored, int64_t size,
                          int64_t value_size, float scale, int64_t threads) {
-    const Sizes sizes{batch, heads, groups, queries, stored, size, value_size};
+    const Sizes sizes{heads, groups, queries, stored, size, value_size};
     const Observation what{Kind(kind), shown, scored, counted, row_weights, column_weights};
     const Heads of_query{query, query_steps}, of_key{key, key_steps}, of_value{value, value_steps};
     std::vector<Entries> observed, others;
@@ -425,23 +431,23 @@ void attend_with_columns(const float* query, const int64_t* query_steps, const f
         others.emplace_back(of_row, chosen, false, stored);
     }
     // As many heads at a time as there are threads: copies of all would be as large as the layer.
-    std::vector<Head> some(std::min(threads, batch * heads));
+    std::vector<Head> at_work(std::min(threads, batch * heads));
     for (int64_t begin = 0; begin < batch * heads; begin += threads) {
         const int64_t count = std::min(threads, batch * heads - begin);
 #pragma omp parallel for num_threads(threads)
         for (int64_t i = 0; i < count; i++)
-            some[i].begin(begin + i, observed, others, of_key, of_value, sizes, what.kind);
+            at_work[i].begin(begin + i, observed, others, of_key, of_value, sizes, what.kind);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
         for (int64_t item = 0; item < count * SPANS; item++) {
             // The last queries see most entries: they come first, so that no thread ends late.
             const int64_t span = SPANS - 1 - item / count;
-            Head& own = some[item % count];
+            Head& own = at_work[item % count];
             Span(sizes, what, own).run(of_query, scale, span * queries / SPANS,
                                        (span + 1) * queries / SPANS, out, own.of_span(span));
         }
         for (int64_t i = 0; i < count; i++) {
             const int64_t at = (begin + i) * stored;
-            some[i].give(what.kind, {first + at, second ? second + at : nullptr});
+            at_work[i].give(what.kind, {first + at, second ? second + at : nullptr});
         }
     }
 }

@@ -223,6 +223,31 @@ def test_what_is_not_a_number_is_not_hidden_and_gives_others_nothing():
     torch.testing.assert_close(sums[..., :27], expected)
 
 
+@pytest.mark.parametrize("of", ["query", "key", "infinite key"])
+@pytest.mark.parametrize("rms", [False, True])
+def test_rows_that_are_not_numbers_give_entries_nothing(of, rms):
+    """As in the reference, whose weights of such rows are 0."""
+    query, key, value = drawn((1, 2, 2, 40, 60, 16, 16))
+    if of == "query":
+        query[0, 1, 30, 3] = torch.nan
+    else:
+        key[0, 0, 45, 3] = torch.nan if of == "key" else torch.inf
+    scored = torch.arange(60)[None] % 3 > 0
+    options = {"scale": SCALE, "counted": None}
+    none = dict.fromkeys(("row_weights", "column_weights"))
+    _, *got = columns.column_moments(query, key, value, None, squares=True, **options)
+    _, most = columns.column_maxima(
+        query, key, value, None, scored=scored, rms=rms, **options, **none
+    )
+    most = column_maxima._root_of_mean(most, query, None) if rms else most
+    wide = [x.double() for x in (query, key, value)]
+    _, *expected = reference.attend_with_moments(*wide, None, **options)
+    _, of_maxima = reference.attend_with_column_maxima(
+        *wide, None, scored=scored, rms=rms, **options
+    )
+    assert_near([*got, most], [*expected, of_maxima])
+
+
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
 def test_a_tile_whose_logits_are_all_lost_leaves_the_others(share):
     """An entry of −∞, alone among the scored or first of all, has no weight."""
