@@ -111,18 +111,20 @@ def _layout(given: Any) -> Any:
 
 
 def decode_captured(new: int, model: PreTrainedModel, **options: Any) -> Any:
-    """`model.generate` of at most `new` tokens, by steps that are captured once and replayed.
+    """`model.generate` of at most `new` tokens, by steps that are captured and replayed.
 
     At least the last token of `input_ids` is still to be read. A step is transformers' eager
     forward over the static layers of `decode_compiled`; layers with a ragged store are read by
     `StaticSegments`. Work between steps, logits processors and sampling run outside of the graph.
-    A graph is captured anew after 256 tokens, and when entries are encoded.
+    A graph is captured anew after `BUCKET` tokens, unless layers evict at every step, and when
+    entries are encoded.
 
     Without a GPU the same steps run uncaptured.
     """
     cache: CompressedCache = options[CACHE]
     handed = CapturedCache(cache, room=max(0, new - 1))
     step = CapturedStep(model, handed, recorder_for(model.device))
+    # `generate` asks for the call of a step only with one, whatever the device.
     options |= {"compile_config": compile_config(None)}
     return generate_by(lambda _: step, model, handed, options)
 

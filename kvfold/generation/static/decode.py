@@ -131,13 +131,14 @@ def generate_by(
     handed: GraphCache,
     options: dict[str, Any],
 ) -> Any:
-    """`model.generate` over a cache that is handed to its steps, and afterwards back.
+    """`model.generate` over static layers, which are handed back to the cache in the end.
 
-    `choose` makes the steps' call, as of `decode_steps_by`.
+    `choose` makes the steps' call, as of `decode_steps_by`. The first of the `logits_processor`
+    notes which rows have ended.
     """
-    # Behind the one that notes which rows have ended, before the caller's, which may fail.
-    ended, *processors = options["logits_processor"]
-    processors = [ended, _AfterForward(handed), *processors]
+    noting, *processors = options["logits_processor"]
+    # Before the caller's, which may fail.
+    processors = [noting, _AfterForward(handed), *processors]
     given = options | {CACHE: handed, "logits_processor": processors}
     try:
         with decode_steps_by(model, choose):
