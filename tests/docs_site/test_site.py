@@ -110,7 +110,7 @@ def test_a_name_has_a_page_with_what_its_class_says(site: Path, name: str) -> No
     text, source = shown(page), page.read_text(encoding="utf-8")
 
     assert name in text
-    assert " ".join(cls.summary.split()) in text.replace(" ,", ",")
+    assert " ".join(cls.summary.split()).replace("`", "") in text.replace(" ,", ",")
     assert cls.formula and " ".join(cls.formula.split()) in text
     assert f"{cls.name}.html" in (site / "methods" / "index.html").read_text(encoding="utf-8")
     assert not cls.paper or f"arxiv.org/abs/{cls.paper.removeprefix('arXiv ')}" in source
