@@ -110,7 +110,7 @@ check: .venv/ready
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m tests.helpers.site site
-	SITE=site $(BIN)/python -m pytest -m "not slow" tests/docs_site/test_site.py
+	SITE=site $(BIN)/python -m pytest tests/docs_site/test_site.py
 
 # Six checks of every class of transformers; goes on where it was stopped. `rm` the records to repeat.
 models: .venv/ready
