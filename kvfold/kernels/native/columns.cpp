@@ -155,15 +155,21 @@ struct Received {
 struct Head {
     int64_t row, head;
     Packed observed, others;
-    std::vector<float> sums, squares;
+    std::vector<float> sums, squares, column_weights;  // column_weights [groups, observed], or none
 
     void begin(int64_t index, const std::vector<Entries>& scored, const std::vector<Entries>& rest,
-               const Heads& key, const Heads& value, const Sizes& sizes, Kind kind) {
+               const Heads& key, const Heads& value, const Sizes& sizes, const Observation& what) {
         row = index / sizes.heads, head = index % sizes.heads;
         observed.pack(scored[row], key, value, row, head, sizes);
         others.pack(rest[row], key, value, row, head, sizes);
         sums.assign(SPANS * observed.count(), 0.0f);
-        squares.assign(kind == SQUARES ? sums.size() : 0, 0.0f);
+        squares.assign(what.kind == SQUARES ? sums.size() : 0, 0.0f);
+        column_weights.clear();
+        for (int64_t g = 0; what.column_weights && g < sizes.groups; g++) {
+            const int64_t query_head = index * sizes.groups + g;
+            for (const int64_t i : observed.entries->places)
+                column_weights.push_back(what.column_weights[query_head * sizes.stored + i]);
+        }
     }
 
     Received of_span(int64_t span) {
@@ -192,29 +198,24 @@ class Span {
     const Sizes& sizes;
     const Observation& what;
     const Packed &observed, &others;
+    const std::vector<float>& column_weights;
     const int64_t row, head;
     const int64_t few, many, height;  // tokens of ROWS and of TIMES as many; rows of the few
-    std::vector<float> asked, weights, mixed, most, total, column_weights;
+    std::vector<float> asked, weights, mixed, most, total;
     std::vector<float> factors, sums, squares, of_group;
 
   public:
     Span(const Sizes& sizes, const Observation& what, const Head& own)
-        : sizes(sizes), what(what), observed(own.observed), others(own.others), row(own.row),
-          head(own.head), few(std::max(int64_t(1), ROWS / sizes.groups)),
+        : sizes(sizes), what(what), observed(own.observed), others(own.others),
+          column_weights(own.column_weights), row(own.row), head(own.head),
+          few(std::max(int64_t(1), ROWS / sizes.groups)),
           many(others.count() ? std::min(TIMES * few, up_to(sizes.queries / SPANS + 1, few)) : few),
           height(up_to(few * sizes.groups, HEIGHT)), asked(place(many) * sizes.size),
           weights(std::max(height * step_of(observed.count()), place(many) * step_of(TILE))),
           mixed(place(many) * sizes.value_size), most(place(many)), total(place(many)),
           factors(sizes.groups), sums(observed.count()),
           squares(what.kind == SQUARES ? sums.size() : 0),
-          of_group(what.kind == SUMS || what.kind == SQUARES ? sums.size() : 0) {
-        if (!what.column_weights) return;
-        for (int64_t g = 0; g < sizes.groups; g++) {
-            const int64_t query_head = (row * sizes.heads + head) * sizes.groups + g;
-            for (const int64_t i : observed.entries->places)
-                column_weights.push_back(what.column_weights[query_head * sizes.stored + i]);
-        }
-    }
+          of_group(what.kind == SUMS || what.kind == SQUARES ? sums.size() : 0) {}
 
     // Attends from queries `first` to `last`.
     void run(const Heads& query, float scale, int64_t first, int64_t last, float* out,
@@ -436,7 +437,7 @@ void attend_with_columns(const float* query, const int64_t* query_steps, const f
         const int64_t count = std::min(threads, batch * heads - begin);
 #pragma omp parallel for num_threads(threads)
         for (int64_t i = 0; i < count; i++)
-            at_work[i].begin(begin + i, observed, others, of_key, of_value, sizes, what.kind);
+            at_work[i].begin(begin + i, observed, others, of_key, of_value, sizes, what);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
         for (int64_t item = 0; item < count * SPANS; item++) {
             // The last queries see most entries: they come first, so that no thread ends late.

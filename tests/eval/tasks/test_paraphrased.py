@@ -69,7 +69,9 @@ def test_the_needle_stands_at_its_depth_in_a_book(tmp_path) -> None:
 def test_a_text_without_sentences_has_no_depths(tmp_path, task) -> None:
     """All needles would stand at its beginning."""
     (tmp_path / "words.txt").write_text("word " * 4000)
-    with pytest.raises(KvfoldError, match=r"words\.txt has 16,000 characters to a sentence"):
+    with pytest.raises(
+        KvfoldError, match=r"words\.txt has 16,000 characters to a sentence: needles"
+    ):
         made(task, haystack=tmp_path / "words.txt")
 
 
